@@ -139,8 +139,12 @@ def conduct(
 
 def _starting(ready: preflight.Preflight) -> str:
     """The line that says what starts, and from which state."""
+    from vescale_ray.models.hf import open_folder
+
     config, source = ready.config, ready.source
     begun = f", resuming at step {source.step} from {source.path}" if source.path else ""
+    if not source.path and config.model.hf is not None and not open_folder(config.model.hf).has_weights:
+        begun = f", from random weights, since {config.model.hf} has none"
     return f"starting {config.elastic.workers} workers: {config.train.steps} steps, folder {config.run_folder}{begun}"
 
 

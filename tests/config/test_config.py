@@ -317,7 +317,7 @@ def test_rates_and_times_must_be_positive_and_finite(key: str, value: str) -> No
         (["metrics.wandb=p"], "metrics.wandb = p: give keys and values in braces"),
         (["metrics.wandb=true"], "metrics.wandb = true: give keys and values in braces"),
         (["metrics.wandb={mode: online}"], "metrics.wandb.project must be given"),
-        (["metrics.wandb.projct=p"], "metrics.wandb.projct = p: there is no such key"),
+        (["metrics.wandb.projct=p"], "unknown key metrics.wandb.projct: did you mean metrics.wandb.project?"),
         (["metrics.wandb={project: p, mode: disabled}"], "metrics.wandb.mode = disabled: give one of offline or online"),
         (["metrics.port.x=1"], "unknown key metrics.port.x"),
         (["metrics.port=65536"], "metrics.port = 65536: give at most 65535"),

@@ -20,7 +20,7 @@ from vescale_ray import checkpoint
 from vescale_ray.checkpoint.huggingface_layout import file_layout, persistent_buffers, read_buffers
 from vescale_ray.cli import main
 from vescale_ray.config import ConfigError, parse_config
-from vescale_ray.controller.driver import preflight
+from vescale_ray.controller.driver import preflight, training
 from vescale_ray.errors import BadInput
 from vescale_ray.models import hf
 from vescale_ray.models.units import select_units
@@ -134,6 +134,16 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(tmp_path: Path, l
     edit(llama, num_hidden_layers=2)
     (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
     assert "pytorch_model.bin is no safetensors file" in refused(llama, tmp_path)
+    (llama / "pytorch_model.bin").rename(llama / "Llama-Q4_K_M.gguf")
+    assert "Llama-Q4_K_M.gguf is no safetensors file" in refused(llama, tmp_path)
+    assert "config.json: is a file; give a folder" in refused(llama / "config.json", tmp_path)
+
+
+def test_a_start_from_random_weights_is_told(tmp_path: Path, llama: Path) -> None:
+    assert "random weights" not in training._starting(preflight.check(configured(llama, tmp_path)))
+    for file in llama.glob("*.safetensors*"):
+        file.unlink()
+    assert training._starting(preflight.check(configured(llama, tmp_path))).endswith(f", from random weights, since {llama} has none")
 
 
 def test_data_that_does_not_fit_the_model_is_refused(tmp_path: Path, llama: Path) -> None:
@@ -165,7 +175,7 @@ def test_data_that_does_not_fit_the_model_is_refused(tmp_path: Path, llama: Path
         ({"units": []}, "model.units = []: give auto, or a list of patterns"),
         ({"lora": {"rank": 4}}, "model.lora without model.hf: adapters need the weights of a folder; set model.hf"),
         ({"hf": "x", "lora": {"rank": 0}}, "model.lora.rank = 0: give at least 1"),
-        ({"hf": "x", "lora": {"ranks": 4}}, "model.lora.ranks = 4: there is no such key"),
+        ({"hf": "x", "lora": {"ranks": 4}}, "unknown key model.lora.ranks: did you mean model.lora.rank?"),
         ({"hf": "x", "lora": {"targets": []}}, "model.lora.targets = []: give all-linear, or a list of names of layers"),
         ({"hf": "x", "lora": 4}, "model.lora = 4: give keys and values in braces"),
         ({"loss": "nothing"}, "model.loss = nothing: give module and function as pkg.mod:fn"),

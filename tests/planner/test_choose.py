@@ -218,6 +218,7 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(capsys: pytest.Cap
         (["--model", "llama-3-8b", "--devices", "8", "--dtype", "fp4"], 2, "dtype 'fp4' is unknown"),
         (["--model", "llama-3-8b", "--devices", "8", "--blocks", "-2"], 2, "blocks of -2 rows"),
         (["--model", "llama-3-8b", "--devices", "8", "--memory", "lots"], 2, "memory 'lots' is not a size"),
+        (["--model", "llama-3-8b", "--devices", "8", "--memory", "80"], 2, "memory '80' is 80 bytes: give it as 80GiB"),
         (["--model", "llama-3-8b", "--devices", "8", "--staging", "lots"], 2, "staging 'lots' is not a size: give it as 256MiB"),
         (["--model", "llama-3-8b", "--devices", "8", "--staging", "1000"], 2, "each of 8 ranks: give at least 1024"),
         (["--model", "llama-3-8b", "--devices", "8", "--html", "/no/such/folder/x.html"], 2, "can't be written"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import Any
 
 from pydantic_core import ErrorDetails
@@ -10,14 +12,18 @@ from pydantic_core import ErrorDetails
 from vescale_ray.config.sections import ConfigError
 
 
-def describe(error: ErrorDetails) -> str:
-    """Return one line for one of pydantic's errors."""
+def describe(error: ErrorDetails, beside: Sequence[str] = ()) -> str:
+    """Return one line for one of pydantic's errors. ``beside``: the keys that are known where an unknown one is."""
     inner = (error.get("ctx") or {}).get("error")
     if isinstance(inner, ConfigError):
         return str(inner)
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "missing" and not key.rpartition(".")[2].isdigit():
         return f"{key} must be given"
+    if error["type"] == "extra_forbidden" and beside:
+        section, _, name = key.rpartition(".")
+        near = difflib.get_close_matches(name, beside, n=1)
+        return f"unknown key {key}: " + (f"did you mean {section}.{near[0]}?" if near else f"{section} has {', '.join(beside)}")
     return f"{key} = {shown(error['input'])}: {_remedy(error, inner)}"
 
 
@@ -38,6 +44,8 @@ def _remedy(error: ErrorDetails, inner: Any) -> str:
             return "give a finite number"
         case "bool_parsing" | "bool_type":
             return "give true or false"
+        case "string_type" if isinstance(error["input"], date):  # name: 2026-01-01
+            return "give a text, in quotes"
         case "string_type" | "string_unicode":
             return "give a text"
         case "string_too_short":
@@ -73,6 +81,6 @@ def number(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    text = " ".join(str(value).split()) if isinstance(value, str) else repr(value)
+    text = " ".join(str(value).split()) if isinstance(value, str | date) else repr(value)
     text = {"True": "true", "False": "false", "None": "null"}.get(text, text)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -40,7 +40,7 @@ def parse_config(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunC
     try:
         return RunConfig.model_validate({name: keys for name, keys in changed.items() if keys is not None})
     except ValidationError as error:
-        raise ConfigError("; ".join(describe(one) for one in error.errors(include_url=False))) from None
+        raise ConfigError("; ".join(describe(one, _beside(one["loc"], known)) for one in error.errors(include_url=False))) from None
 
 
 def sections() -> Iterator[tuple[str, type[BaseModel]]]:
@@ -56,6 +56,12 @@ def nested(field: FieldInfo | None) -> type[BaseModel] | None:
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
+def _beside(place: Sequence[int | str], known: Mapping[str, FieldInfo]) -> list[str]:
+    """The keys beside ``place``, if that is in a key that holds keys of its own."""
+    holder = nested(known.get(".".join(map(str, place[:2]))))
+    return list(holder.model_fields) if holder is not None else []
+
+
 def _keys() -> Iterator[tuple[str, FieldInfo]]:
     for name, section in sections():
         for key, field in section.model_fields.items():
@@ -68,6 +74,8 @@ class _UniqueKeys(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *other`, which PyYAML replaces by the keys of the other mapping
+                continue
             key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
             if isinstance(key, (str, int, float, bool)) and key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
@@ -82,11 +90,21 @@ def _load_yaml(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{where}{line}: not valid YAML: {' '.join(str(error.problem or error.context).split())}") from None
+        raise ConfigError(f"{where}{line}: not valid YAML: {' '.join(str(error.problem or error.context).split())}{_hint(error)}") from None
     except RecursionError:
         raise ConfigError(f"{where}: brackets or braces are nested too deeply to be read; give sections of keys and values") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _hint(error: yaml.MarkedYAMLError) -> str:
+    """The remedy for signs that mean something else in YAML."""
+    said = f"{error.context} {error.problem}"
+    if "alias" in said:  # corpus: *.parquet
+        return "; put a text that begins with * in quotes"
+    if "cannot start any token" in said:
+        return "; indent with spaces" if "'\\t'" in said else "; put the text in quotes"
+    return ""
 
 
 def _read(path: Path) -> dict[str, Any]:

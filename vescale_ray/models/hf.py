@@ -46,6 +46,8 @@ SMALL_FILES = (
     *_TOKENIZER_FILES,
 )
 """Files beside the weights, which an export copies."""
+_FOREIGN = r"pytorch_model.*\.bin|(consolidated|model|tf_model|flax_model).*\.(pt|pth|ckpt|h5|msgpack)|.*\.gguf"
+"""Names of weights in other formats than safetensors."""
 _TEMPLATES = "additional_chat_templates"
 """Folder of the chat templates for tools and others."""
 
@@ -116,7 +118,7 @@ def open_folder(path: str | os.PathLike[str], key: str = "model.hf") -> HfFolder
     if not file.is_file() and (folder / "adapter_config.json").is_file():
         raise BadInput(f"{where}: holds an adapter of peft alone; merge it into its base (ckpt export-hf --merge), and give that folder")
     if not file.is_file():
-        what = f"has no {CONFIG}" if folder.is_dir() else "no such folder"
+        what = f"has no {CONFIG}" if folder.is_dir() else "is a file" if folder.exists() else "no such folder"
         raise BadInput(f"{where}: {what}; give a folder that save_pretrained wrote, or a downloaded snapshot of a model")
     try:
         given = json.loads(file.read_text(encoding="utf-8"))
@@ -144,7 +146,7 @@ def open_folder(path: str | os.PathLike[str], key: str = "model.hf") -> HfFolder
         )
     names = [entry.name for entry in folder.iterdir()]
     has_weights = any(name.endswith((".safetensors", ".safetensors.index.json")) and not name.startswith(".") for name in names)
-    foreign = next((name for name in names if re.fullmatch(r"pytorch_model.*\.bin|model.*\.(pt|pth|ckpt|h5|msgpack|gguf)", name)), None)
+    foreign = next((name for name in names if re.fullmatch(_FOREIGN, name)), None)
     if foreign is not None and not has_weights:
         raise BadInput(f"{where}: {foreign} is no safetensors file; load the model with from_pretrained, and save_pretrained it")
     return HfFolder(folder, config, has_weights)

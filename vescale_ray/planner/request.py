@@ -78,7 +78,12 @@ def machine_of(hardware: str, memory: str | None) -> Hardware:
         BadInput: the name is unknown, or the memory is not a size.
     """
     machine = HARDWARE[_one_of("hardware", hardware, HARDWARE)]
-    return machine if memory is None else replace(machine, memory=size_of(memory))
+    if memory is None:
+        return machine
+    size = size_of(memory)
+    if size < _SIZES["mi"]:
+        raise BadInput(f"memory {memory!r} is {size} bytes: give it as 80GiB")
+    return replace(machine, memory=size)
 
 
 def size_of(text: str, what: str = "memory", example: str = "80GiB") -> int:

@@ -1,0 +1,33 @@
+"""Texts that YAML reads as something else get the remedy, and keys within keys the nearest known one."""
+
+from __future__ import annotations
+
+import pytest
+
+from vescale_ray.config import ConfigError
+from vescale_ray.config.reading import read_config
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("data: {corpus: *.parquet}", "line 1: not valid YAML: .*; put a text that begins with . in quotes"),
+        ("train:\n  no_decay: [*norm]", "line 2: not valid YAML: found undefined alias.*; put a text that begins with . in quotes"),
+        ("train:\n\tsteps: 5", r"line 2: not valid YAML: found character '\\t' that cannot start any token; indent with spaces"),
+        ("data: {corpus: @home/a.txt}", "cannot start any token; put the text in quotes"),
+        ("run: {name: 2026-01-01}", "run.name = 2026-01-01: give a text, in quotes"),
+        ("run: {name: [a]}", r"run.name = \['a'\]: give a text$"),
+        ("model: {lora: {lora_alpha: 8}}", r"unknown key model.lora.lora_alpha: did you mean model.lora.alpha\?"),
+        ("model: {lora: {r: 8}}", "unknown key model.lora.r: model.lora has rank, alpha, dropout, targets"),
+        ("train: {profile: {step: 1, rank: 0}}", r"unknown key train.profile.rank: did you mean train.profile.ranks\?"),
+    ],
+)
+def test_a_trap_gets_its_remedy(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_config(text, "run.yaml")
+
+
+def test_merged_mappings_are_read() -> None:
+    sets = "{a: &a {corpus: a.parquet, column: ids}, b: {<<: *a, corpus: b.parquet}}"
+    found = read_config(f"data: {{eval: {sets}}}", "run.yaml").data.eval
+    assert [(one.corpus, one.column) for one in found.values()] == [("a.parquet", "ids"), ("b.parquet", "ids")]
