@@ -364,3 +364,14 @@ def test_a_glob_for_the_files_that_are_meant_is_named(tmp_path: Path) -> None:
     write_ipc(tmp_path / "data-00000-of-00001.arrow", pa.array(["some text"] * 9), stream=True)
     (tmp_path / "state.json").write_text("{}")
     assert refused(tmp_path, vocab=None).endswith("give a glob (*.arrow), or set data.format")
+
+
+def test_a_folder_that_a_glob_matches_is_named(tmp_path: Path) -> None:
+    for folder in (tmp_path / "a.jsonl", tmp_path / "_logs", tmp_path / ".git"):
+        folder.mkdir()
+        write_jsonl(folder / "part-0.jsonl", ["some words"] * 9)
+    for more in (False, True):
+        said = refused(tmp_path / "*.jsonl", vocab=None)
+        assert f"the glob matches the folder {tmp_path}/a.jsonl, but not its files; give **/* for the files in it, too, or" in said
+        assert dataset(str(tmp_path / "**/*.jsonl"), vocab=None).describe()["files"] == 1 + more
+        write_jsonl(tmp_path / "b.jsonl", ["some words"] * 9)

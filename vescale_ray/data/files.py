@@ -162,13 +162,16 @@ def _find(spec: str) -> Iterator[DataFile]:
     fs = LinkedFileSystem() if isinstance(fs, LocalFileSystem) else fs
     entries, root = _entries(fs, path)
     files = {name: info for name, info in entries.items() if info["type"] == "file"}
-    if not files:
+    if not files and not (is_glob(path) and entries):
         remedy = "no file matches this glob" if is_glob(path) else "no such file or folder" if not entries else "is empty"
         raise BadInput(f"data.corpus = {spec}: {remedy}; give paths that every worker can read")
     for name, info in entries.items():
         relative = name[len(root) :].lstrip("/") if root and name.startswith(root) else PurePosixPath(name).name
         if any(part.startswith((".", "_")) for part in PurePosixPath(relative).parts):
             continue
+        if info["type"] == "directory" and "**" not in path:  # data/*; data/*.parquet, where Spark has written a.parquet/part-0.parquet
+            remedy = "give **/* for the files in it, too, or a glob that leaves it out"
+            raise BadInput(f"data.corpus = {spec}: the glob matches the folder {name}, but not its files; {remedy}")
         if info["type"] == "file":
             yield DataFile(fs, name, name if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(name), relative, int(info["size"]))
         elif info.get("islink") and info["type"] == "other":

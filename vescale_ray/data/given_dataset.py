@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any, cast
 
 import numpy as np
@@ -52,6 +53,8 @@ class GivenDataset:
 
     def __init__(self, samples: Any, keys: SourceKeys) -> None:
         self._samples, self.seq_len = samples, keys.seq_len
+        if isinstance(samples, str | PathLike):
+            raise BadInput(f"dataset: {samples} is a path; name files in data.corpus, and leave dataset out")
         kind = type(samples).__name__
         if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
             raise BadInput(f"dataset: a {kind} can't be indexed; give an object with __len__ and __getitem__, or name files in data.corpus")
@@ -137,7 +140,7 @@ class GivenDataset:
         except Exception:
             found = np.empty(0)
         if found.dtype.kind not in "iu" or found.shape != (length,):
-            form = f"{found.dtype} of shape {found.shape}"
+            form = f"{found.dtype} of shape {found.shape}" if found.ndim else f"a {type(given).__name__}"
             wanted = f"{length} of them" if self.masked else f"data.seq_len + 1 = {length} of them, or a pair of tokens and targets"
             raise BadInput(f"dataset[{number}] is {form}, not a list of integer token ids; give {wanted}")
         return found.astype(np.int64)
