@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
+import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,7 +69,7 @@ def build_model(config: RunConfig) -> nn.Module:
         try:
             factory = config.given.model or function_of(model.factory)
         except (ImportError, AttributeError) as error:
-            raise ValueError(f"model.factory = {model.factory}: {error}; give an importable pkg.mod:function") from None
+            raise ValueError(f"model.factory = {model.factory}: {error}; {_importable(model.factory)}") from None
         except Exception as error:
             raise ValueError(f"model.factory = {model.factory}: its import raises {type(error).__name__}: {error}") from error
         try:
@@ -125,7 +127,16 @@ def loss_function(path: str) -> Any:
     try:
         return function_of(path)
     except Exception as error:
-        raise ValueError(f"model.loss = {path}: {type(error).__name__}: {error}; give an importable pkg.mod:function") from None
+        raise ValueError(f"model.loss = {path}: {type(error).__name__}: {error}; {_importable(path)}") from None
+
+
+def _importable(path: str | None) -> str:
+    """The remedy for a function that can't be imported. A console script does not look for modules in the current folder."""
+    module, _, name = (path or "").partition(":")
+    file = Path(*module.removesuffix(".py").split(".")).with_suffix(".py")
+    if str(Path.cwd()) in sys.path or "" in sys.path or not file.is_file():
+        return "give an importable pkg.mod:function"
+    return f"write {'.'.join(file.with_suffix('').parts)}:{name}, and set the variable PYTHONPATH=. for {file} in this folder"
 
 
 def function_of(path: str) -> Any:

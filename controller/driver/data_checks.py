@@ -111,6 +111,21 @@ def foreign_tokens(dataset: Any, tokenizer: str | None) -> Iterator[str]:
             )
 
 
+def scarce(dataset: Any, config: RunConfig) -> Iterator[str]:
+    """Warn of data that is too little for a step, or to hold out a sample."""
+    data, samples = config.data, dataset.num_samples
+    if samples < config.global_batch:
+        yield (
+            f"the data has {samples} training samples of data.seq_len = {data.seq_len}, and a step takes {config.global_batch}, so it "
+            "takes some of them several times; give more data, or lower data.seq_len or train.slots"
+        )
+    if not dataset.heldout_samples and data.heldout and data.eval_samples:
+        yield (
+            f"data.heldout = {data.heldout:g} of {samples} samples is none, so there is no held-out loss; raise it, lower data.seq_len, "
+            "or set it to 0"
+        )
+
+
 def endless(dataset: Any) -> Iterator[str]:
     """Warn of answers without an end, from which a model learns to go on for ever."""
     for name, source in _sources(dataset).items():

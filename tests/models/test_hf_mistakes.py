@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,16 @@ def test_a_loss_that_can_not_be_imported_is_refused(loss: str, tmp_path: Path) -
     folder = hf_folders.write(tmp_path / "model", "llama")
     said = refused(folder, tmp_path, model_loss=loss)
     assert said.startswith(f"model.loss = {loss}: ") and said.endswith("; give an importable pkg.mod:function")
+
+
+@pytest.mark.parametrize("given", ["losses_here:summed", "losses_here.py:summed"])
+def test_a_module_of_this_folder_gets_its_remedy(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = hf_folders.write(tmp_path / "model", "llama")
+    (tmp_path / "losses_here.py").write_text("summed = None\n")
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
+    monkeypatch.chdir(tmp_path)
+    remedy = "write losses_here:summed, and set the variable PYTHONPATH=. for losses_here.py in this folder"
+    assert refused(folder, tmp_path, model_loss=given).endswith(f"No module named 'losses_here'; {remedy}")
 
 
 def test_an_export_is_of_the_model_that_it_describes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
