@@ -106,14 +106,12 @@ def conduct(
         on_start: called with one line once all checks before Ray's start have passed.
     """
     foreseen = preflight.foresee(config)  # checked before a folder exists
-    for warning in foreseen.warnings:
-        tell(warning)
     config = foreseen.config  # absolute paths, so that config.yaml means the same from any folder
     folder = RunFolder(config.run_folder)
     new = not folder.path.exists()
 
     def begin(ready: preflight.Preflight) -> None:
-        for warning in ready.warnings:
+        for warning in (*foreseen.warnings, *ready.warnings):  # not before, so that a refusal is the only line
             tell(warning)
         on_start(_starting(ready))
 
