@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.fsdp.towers import filled, grads, same
 from tests.fsdp.transformer import apart, full, part, values
 from tests.ranks import on_processes, on_threads, run_gloo, run_threads
-from vescale_ray import RaggedDTensor, explain, fully_shard
+from vescale_ray import RaggedDTensor, checkpoint, explain, fully_shard
 from vescale_ray.optim import clip_grad_norm_
 
 Choice = Callable[[nn.Parameter], Shard | None]
@@ -163,6 +163,26 @@ def test_uneven_rows_train_checkpoint_and_cast(rank: int, world: int, tmp_path: 
     # After casts and moves the chunks are still one buffer.
     ours.double()
     assert torch.allclose(ours(x.double()).float(), base(x))
+
+
+@on_threads(2)
+def test_keep_vars_gives_the_parameters_themselves(rank: int, world: int) -> None:
+    model = shard(Model(), fully_shard, shard_placement_fn=largest)
+    kept = model.state_dict(keep_vars=True)
+    assert all(kept[name] is param for name, param in model.named_parameters())
+
+
+@on_processes(2)
+def test_checkpoint_holds_plain_shards_and_optimizer(rank: int, world: int, tmp_path: Any) -> None:
+    model, other = (shard(filled(Model()), fully_shard, shard_placement_fn=choice) for choice in (largest, first))
+    optimizer, loaded = (torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, other))
+    model(batch(0)).square().mean().backward()
+    optimizer.step()
+    checkpoint.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
+    checkpoint.load({"model": other, "optimizer": loaded}, tmp_path)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(full(p), full(q))
+        assert torch.equal(full(optimizer.state[p]["exp_avg"]), full(loaded.state[q]["exp_avg"]))
 
 
 @on_threads(2)
