@@ -341,3 +341,13 @@ def test_parameters_that_fully_shard_has_replaced_are_refused(rank: int, world: 
     with pytest.raises(ValueError, match="2 of 2 parameters .* build the optimizer after fully_shard"):
         kind(early)
     kind(model.parameters())
+
+
+@on_threads(3)
+def test_refused_cut_of_a_small_parameter_names_its_policy(rank: int, world: int) -> None:
+    model = fully_shard(nn.Linear(8, 17))
+    with pytest.raises(ValueError, match="block_policy=") as refusal:
+        AdamW8bit(model.parameters(), min_8bit_numel=16)
+    policy = str(refusal.value).split("block_policy=")[1].split("), or")[0]
+    again = fully_shard(nn.Linear(8, 17), block_policy=eval(policy))
+    assert "exp_avg_code" in AdamW8bit(again.parameters(), min_8bit_numel=16).state[again.weight]

@@ -119,8 +119,10 @@ class AdamW8bit(BlockOptimizer):
         try:
             grid = section_grid(param, cut, block)
         except ValueError as error:
+            least = group["min_8bit_numel"]
+            same = repr(group["block"]) + ("" if least == MIN_NUMEL else f", min_8bit_numel={least}")
             raise ValueError(
-                f"{error}; shard with fully_shard(.., block_policy=AdamW8bit.block_policy({group['block']!r})), "
+                f"{error}; shard with fully_shard(.., block_policy=AdamW8bit.block_policy({same})), "
                 "or give its param group block=None for FP32 states"
             ) from None
         state: dict[str, Tensor] = {}
