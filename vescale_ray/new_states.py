@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.dtensor.beside import zeros_beside
@@ -15,6 +15,9 @@ from vescale_ray.full_state import FullTensor
 
 OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 """Hyperparameters that learning rate schedulers add to an optimizer's."""
+
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""Parts of a parameter's name that state dicts leave out: of compiled modules and of those with activation checkpointing."""
 
 
 @contextmanager
@@ -58,6 +61,28 @@ def uncounted(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
             step.zero_()
         elif isinstance(step, int | float):
             state["step"] = type(step)(0)
+
+
+@contextmanager
+def with_frozen(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], given: Mapping[str, Any]) -> Iterator[None]:
+    """Let torch's setter load the states that ``given`` has of frozen parameters. It passes by parameters that require no gradient."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(".".join(part for part in name.split(".") if part not in WRAPPERS))
+    keys = [str(key) for key in given["state"]] if "state" in given else [str(key).removeprefix("state.") for key in given]
+
+    def has_states(param: Tensor) -> bool:
+        return any(key == name or key.startswith(f"{name}.") for name in names.get(id(param), ()) for key in keys)
+
+    params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+    frozen = [param for param in params if not param.requires_grad and param.is_floating_point() and has_states(param)]
+    for param in frozen:
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)
 
 
 def adopt(mine: Mapping[str, Any], flat: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer], items: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_ray.communication.collectives import in_parameter_order
 from vescale_ray.full_state import FullState, FullTensor
-from vescale_ray.new_states import adopt, uncounted, undisturbed
+from vescale_ray.new_states import adopt, uncounted, undisturbed, with_frozen
 
 __all__ = [
     "StateDictOptions",
@@ -103,7 +103,7 @@ def set_optimizer_state_dict(
     """Load a state dict, by parameter names as :func:`get_optimizer_state_dict` returns it, into the optimizers.
 
     With ``full_state_dict`` and one optimizer it may be the ``state_dict()`` of an unsharded one, which numbers the parameters. The numbers
-    are taken in the order of the groups here.
+    are taken in the order of the groups here. States of frozen parameters are loaded, too; torch's function leaves them out.
 
     Raises:
         ValueError: as :func:`set_model_state_dict`.
@@ -112,8 +112,9 @@ def set_optimizer_state_dict(
     optimizers = _listed(optimizers)
     _rest(model, optimizers)
     if not options.full_state_dict:
-        with undisturbed(optimizers):
-            torchs.set_optimizer_state_dict(model, optimizers, dict(optim_state_dict), options=options)
+        given = dict(optim_state_dict)
+        with undisturbed(optimizers), with_frozen(model, optimizers, given):
+            torchs.set_optimizer_state_dict(model, optimizers, given, options=options)
         return
     mine = _with_states(model, optimizers)
     flat = _flattened(mine)
@@ -124,7 +125,8 @@ def set_optimizer_state_dict(
     state = {name: _nested(f"state.{name}", states, flat) for name, states in mine["state"].items()}
     groups = [{**group, **_of_group(group, flat)} for group in mine["param_groups"]]
     loaded: dict[str, Any] = {"state": state, "param_groups": groups}
-    with undisturbed(optimizers):  # torch lets an optimizer without states step once more
+    # torch lets an optimizer without states step once more
+    with undisturbed(optimizers), with_frozen(model, optimizers, loaded):
         torchs.set_optimizer_state_dict(model, optimizers, loaded, options=StateDictOptions(strict=options.strict))
 
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tests.ranks import on_threads
 from vescale_ray import fully_shard
+from vescale_ray.optim import SOAP, AdamW8bit
 from vescale_ray.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -246,3 +248,28 @@ def test_states_taken_before_the_first_step_count_none(rank: int, world: int, op
         train(model, optimizer, 1)
     for p, *others in zip(*(model.parameters() for model in models), strict=True):
         assert all(torch.equal(p.full_tensor(), q.full_tensor()) for q in others)
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+@pytest.mark.parametrize("options", [StateDictOptions(), FLAT, FULL], ids=["sharded", "flat", "full"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, AdamW8bit, SOAP])
+@on_threads(2)
+def test_states_of_frozen_parameters_are_loaded(rank: int, world: int, kind: Any, options: StateDictOptions) -> None:
+    models = [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)]
+    optimizers = [kind(fully_shard(model, block_policy=SOAP.block_policy()).parameters()) for model in models]
+    models[0](torch.ones(2, 8)).sum().backward()
+    optimizers[0].step()
+    for model in models:
+        model[0].requires_grad_(False)
+    set_optimizer_state_dict(models[1], optimizers[1], get_optimizer_state_dict(models[0], optimizers[0], options=options), options=options)
+    assert [p.requires_grad for p in models[1].parameters()] == [False, False, True, True]
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        states, loaded = optimizers[0].state[p], optimizers[1].state[q]
+        assert states.keys() == loaded.keys()
+        assert all(torch.equal(whole(states[key]), whole(loaded[key])) for key in states)
+
+
+def whole(value: Any) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)
