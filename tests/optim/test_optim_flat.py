@@ -225,3 +225,24 @@ def test_parameters_between_a_groups_own_are_left_alone(rank: int, world: int, o
             model.zero_grad()
     for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert torch.allclose(p.full_tensor(), q, atol=1e-5), name
+
+
+@on_processes(2)
+def test_states_of_plain_shards_are_saved_whole(rank: int, world: int, tmp_path: Any) -> None:
+    models: list[Any] = [filled(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))) for _ in range(3)]
+    fully_shard(models[0], shard_placement_fn=lambda _: Shard(0))
+    for model in models[1:]:
+        fully_shard(model)
+    optimizers = [kind(model.parameters(), lr=0.1) for model, kind in zip(models, (Flat, torch.optim.AdamW, Flat), strict=True)]
+    for model, optimizer in zip(models[:2], optimizers, strict=False):
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+    dcp.save(get_optimizer_state_dict(models[0], optimizers[0]), checkpoint_id=str(tmp_path))
+    state = get_optimizer_state_dict(models[2], optimizers[2])
+    dcp.load(state, checkpoint_id=str(tmp_path))
+    set_optimizer_state_dict(models[2], optimizers[2], state)
+    for params in zip(*(model.parameters() for model in models), strict=True):
+        states = [full(optimizer.state[p]["exp_avg"]) for optimizer, p in zip(optimizers, params, strict=True)]
+        assert optimizers[0].state[params[0]]["exp_avg"].placements == params[0].placements
+        assert torch.equal(states[0], states[2])
+        assert torch.allclose(states[0], states[1])

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from vescale_ray.communication.collectives import in_parameter_order
 from vescale_ray.compat.core import disable_dynamo
 from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_ray.dtensor.spec import enclose
 from vescale_ray.optim.parameters import in_order, local_of, take_sharded
 from vescale_ray.optim.state_loading import StrictLoading
 from vescale_ray.planner import START_BYTES
@@ -85,7 +86,9 @@ class _Piece:
         param, start = self.members[index], self.starts[index]
         local = local_of(param)
         part = state[start : start + local.numel()].view(local.shape)
-        return RaggedDTensor.from_spec(part, param._spec) if isinstance(param, RaggedDTensor) else part
+        if isinstance(param, RaggedDTensor):
+            return RaggedDTensor.from_spec(part, param._spec)
+        return enclose(DTensor, part, param._spec) if isinstance(param, DTensor) else part
 
 
 class Flat(StrictLoading):
