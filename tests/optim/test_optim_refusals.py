@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.ranks import on_threads
 from vescale_ray import fully_shard
@@ -351,3 +351,14 @@ def test_refused_cut_of_a_small_parameter_names_its_policy(rank: int, world: int
     policy = str(refusal.value).split("block_policy=")[1].split("), or")[0]
     again = fully_shard(nn.Linear(8, 17), block_policy=eval(policy))
     assert "exp_avg_code" in AdamW8bit(again.parameters(), min_8bit_numel=16).state[again.weight]
+
+
+@pytest.mark.parametrize("kind", [SOAP, Shampoo, AdamW8bit])
+@on_threads(2)
+def test_columns_cut_by_a_placement_are_refused(rank: int, world: int, kind: Any) -> None:
+    options: dict[str, Any] = {"min_8bit_numel": 16} if kind is AdamW8bit else {}
+    model = fully_shard(nn.Linear(8, 8, bias=False), shard_placement_fn=lambda _: Shard(1))
+    with pytest.raises(ValueError, match="block_policy, without a shard_placement_fn, or give the parameter to AdamW"):
+        kind(model.parameters(), **options)
+    AdamW(model.parameters())
+    kind(fully_shard(nn.Linear(8, 8, bias=False), block_policy=kind.block_policy(**options)).parameters(), **options)

@@ -57,7 +57,10 @@ def cut_of(param: Tensor) -> Cut:
         return Cut(whole, 0, shape, param, None)
     placement = param.placements[cutting[0]]
     if len(cutting) > 1 or type(placement) is not Shard or placement.dim != 0:
-        raise ValueError(f"{param.placements} give a rank no single interval of elements: shard it with vescale_ray.fully_shard")
+        raise ValueError(
+            f"{param.placements} give a rank no single interval of elements: shard it with vescale_ray.fully_shard and this optimizer's "
+            f"block_policy, without a shard_placement_fn, or give the parameter to AdamW"
+        )
     ranks, inner = param.device_mesh.size(cutting[0]), math.prod(shape[1:])
     rows = [chunk(shape[0], ranks, rank) for rank in range(ranks)]
     spans = tuple((start * inner, end * inner) for start, end in rows)
