@@ -160,9 +160,31 @@ def test_refused_keep_unsharded_storage_names_a_working_remedy(rank: int, world:
     places = []
     for step in range(2):
         model(inputs(rank, world, step)).sum().backward()
-        places.append([layer[0].weight.data_ptr() for layer in model.layers])
         assert all(unit_of(layer).gathered for layer in model.layers)
+        places.append([group.gathered.flat.data_ptr() for layer in model.layers for group in unit_of(layer).groups])
     assert places[0] == places[1]
+
+
+@pytest.mark.parametrize("after_forward", [True, False])
+@on_threads(2)
+def test_what_follows_a_backward_takes_sharded_parameters_if_values_stay(rank: int, world: int, after_forward: bool) -> None:
+    """The gathered ones have no gradients: clipping, an optimizer or an average of them would do nothing, without a word."""
+    ours, alone = shard_tower(seeded(Tower), reshard_after_forward=after_forward), seeded(Tower)
+    ours.set_reshard_after_backward(False)
+    for step in range(3):
+        ours(inputs(rank, world, step)).square().mean().backward()
+        whole_step(alone, range(step, step + 1), world)
+        assert all(unit_of(layer).gathered for layer in ours.layers)
+        norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05) for model in (ours, alone)]
+        torch.testing.assert_close(norms[0].full_tensor(), norms[1])  # type: ignore[attr-defined]
+        same(grads(ours), grads(alone))
+        for model in (ours, alone):
+            torch.optim.SGD(model.parameters(), lr=0.5).step()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.9)
+            model.zero_grad()
+        same({n: full(p) for n, p in ours.named_parameters()}, dict(alone.named_parameters()))
 
 
 # -- policies ---------------------------------------------------------------------------------------------------------------

@@ -294,9 +294,11 @@ class ParameterGroup:
     def rest(self, *, after_forward: bool, keep: bool = False) -> None:
         """Reshard at the end of a pass, but keep the part that ``retain`` or the subgroup asks for.
 
-        ``keep``: keep all parameters, because a graph may still read them.
+        ``keep``: keep all gathered values, for a graph or the next forward. The modules hold the sharded parameters.
         """
         if self.residency is Residency.SHARDED:
+            if self._whole and not keep:
+                self.drop_kept()
             return
         part, unused = self._part, self.residency is Residency.GATHERING and not self._whole
         if unused or self.in_place or self._gathered_of != self.spmd_version():
@@ -319,7 +321,7 @@ class ParameterGroup:
         self._part = part
 
     def drop_kept(self) -> None:
-        """Reshard the parameters that were kept for a graph, since that graph is no longer needed."""
+        """Free the values that were kept for a graph or the next forward, since that no longer needs them."""
         if self.residency is Residency.SHARDED and self.retain is not Retain.ALL:
             self.reshard()
 
@@ -329,17 +331,14 @@ class ParameterGroup:
         Raises:
             RuntimeError: gathered parameters were written in place (:meth:`Leaves.check`). The group is resharded before it raises.
         """
-        self._part = None
-        if self.residency is Residency.SHARDED:
-            if self._whole:
-                self._release()
-                self.leaves.check(self.name)
+        self._part, before = None, self.residency
+        if before is Residency.SHARDED and not self._whole:
             return
-        self.gathered.finish(self.fqn, join=False)
-        unsharded = self.residency is Residency.UNSHARDED
-        self._give_back_sharded()
+        if before is not Residency.SHARDED:
+            self.gathered.finish(self.fqn, join=False)
+            self._give_back_sharded()
         self._release()
-        if unsharded:
+        if before is not Residency.GATHERING:
             self.leaves.check(self.name)
 
     def _give_back_sharded(self) -> None:

@@ -107,7 +107,10 @@ class FSDPModule(ChangesParameters, Figures, FinalizesBackward, ReducesGradients
                 group.subgroup = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set whether parameters are freed after backward. If not, further micro-batches of the step need no all-gather."""
+        """Set whether gathered values are freed after backward. If not, further micro-batches of the step need no all-gather.
+
+        The modules hold the sharded parameters either way, once the gradients are reduced.
+        """
         reshard_after_backward = check_flag("reshard_after_backward", reshard_after_backward)
         for unit in units_below(self, recurse):
             unit.options.reshard_after_backward = reshard_after_backward

@@ -299,10 +299,7 @@ class Unit:
     def close(self) -> None:
         """End this unit's part of a backward: reshard, and reduce the gradients that have arrived."""
         replaced = self.torch_state.replaced("post_backward") if self.torch_state is not None else None
-        if replaced is None:
-            self.leave_backward()
-        else:
-            replaced()
+        (self.leave_backward if replaced is None else replaced)()
 
     def leave_backward(self) -> None:
         log("post_backward", self.fqn)
@@ -312,9 +309,12 @@ class Unit:
         call, self.open_call = self.open_call, None
         for group in self.groups:
             group.grads.end_window()
-        if self.options.reshard_after_backward:
+        stay = not self.options.reshard_after_backward
+        # If values stay, the modules get the sharded parameters back, but not before gradients are reduced: a zero-bubble pipeline computes
+        # those of weights later, with the gathered parameters.
+        if not stay or self.options.gradient_sync:
             with span("post_backward_reshard", self.fqn):
-                self._each(lambda group: group.rest(after_forward=False, keep=self.keeps_graph))
+                self._each(lambda group: group.rest(after_forward=False, keep=stay or self.keeps_graph))
         if call is not None and self.schedule is not None and call.is_nearly_first:
             self.schedule.trim(scratch=False)  # no later unit of this backward gathers, so none could reuse the memory
         if call is not None and not (call.is_first and not any(other.is_to_come() for other in self._calls)):
