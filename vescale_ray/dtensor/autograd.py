@@ -239,5 +239,5 @@ class RaggedAwareDTensor(DTensor):
 
 
 def _skips_dispatch() -> bool:
-    """Whether torch reads a number without ``__torch_dispatch__``, as ``torch.tensor([norm, ..])`` does. It would find no memory."""
+    """Return whether torch reads a number without ``__torch_dispatch__``, as ``torch.tensor([norm, ..])`` does. It would find no memory."""
     return bool(dispatch_tls_local_exclude_set().has(DispatchKey.Python))

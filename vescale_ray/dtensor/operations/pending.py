@@ -35,7 +35,7 @@ _ADD = frozenset("add add_ sub sub_ _foreach_add _foreach_add_ _foreach_sub _for
 
 
 def any_pending(cls: type[DTensor], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an argument, or an item of a list, is a ragged tensor with a reduction pending.
+    """Return whether an argument, or an item of a list, is a ragged tensor with a reduction pending.
 
     Raises:
         ValueError: one is torch's DTensor with a ragged placement, and does not hold this rank's part.

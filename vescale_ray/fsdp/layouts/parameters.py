@@ -319,7 +319,7 @@ class GroupParam:
 
     @property
     def is_left(self) -> bool:
-        """Whether no module that held the parameter exists any more: another head has taken its place."""
+        """True: no module that held the parameter exists any more, since another head has taken its place."""
         return all(module() is None for module, _ in self.owners)
 
 

@@ -84,7 +84,7 @@ class CodeWire:
 
     @property
     def cuts_tiles(self) -> bool:
-        """Whether ranks share tiles. Then :meth:`renew` is a collective."""
+        """True: ranks share tiles, and :meth:`renew` is a collective."""
         return self.parts.cut_tiles > 0
 
     def renew(self, shard: KeptShard, largest_of_ranks: Callable[[torch.Tensor], torch.Tensor], *, check: bool) -> None:
