@@ -167,7 +167,7 @@ def test_refused_keep_unsharded_storage_names_a_working_remedy(rank: int, world:
 
 @pytest.mark.parametrize("after_forward", [True, False])
 @on_threads(2)
-def test_what_follows_a_backward_takes_sharded_parameters_if_values_stay(rank: int, world: int, after_forward: bool) -> None:
+def test_steps_take_sharded_parameters_if_gathered_values_stay(rank: int, world: int, after_forward: bool) -> None:
     """The gathered ones have no gradients: clipping, an optimizer or an average of them would do nothing, without a word."""
     ours, alone = shard_tower(seeded(Tower), reshard_after_forward=after_forward), seeded(Tower)
     ours.set_reshard_after_backward(False)
