@@ -15,9 +15,12 @@ from vescale_ray.full_state import FullTensor
 
 OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 """Hyperparameters that learning rate schedulers add to an optimizer's."""
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
-WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-"""Parts of a parameter's name that state dicts leave out: of compiled modules and of those with activation checkpointing."""
+
+def canonical(name: str) -> str:
+    """Return a parameter's name without the parts that wrappers (activation checkpointing, torch.compile) insert."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 @contextmanager
@@ -68,7 +71,7 @@ def with_frozen(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], g
     """Let torch's setter load the states that ``given`` has of frozen parameters. It passes by parameters that require no gradient."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(".".join(part for part in name.split(".") if part not in WRAPPERS))
+        names.setdefault(id(param), []).append(canonical(name))
     keys = [str(key) for key in given["state"]] if "state" in given else [str(key).removeprefix("state.") for key in given]
 
     def has_states(param: Tensor) -> bool:

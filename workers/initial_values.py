@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from vescale_ray import checkpoint
 from vescale_ray.checkpoint.bridges.pieces import FileLayout
@@ -27,6 +26,7 @@ from vescale_ray.compat.core import TorchDispatchMode
 from vescale_ray.errors import BadInput
 from vescale_ray.models import hf, lora
 from vescale_ray.models.units import select_units
+from vescale_ray.optim.parameters import local_of
 
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import Checkpoint
@@ -174,7 +174,7 @@ def _read(weights: str, config: RunConfig, model: Any, beat: Callable[[], None])
         layout = layout_of(config, model)
         checkpoint.import_hf(weights, model, layout=layout, exclude=others, cast=True, alone=True, progress=lambda _: beat())
     for name, parameter in model.named_parameters():
-        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        shard = local_of(parameter)
         # The least and the largest number take no memory, and NaN is both.
         if not lora.is_adapter(name) and shard.numel() and not torch.stack(shard.aminmax()).isfinite().all():
             raise BadInput(f"model.hf = {weights}: {name} holds Inf or NaN; download the folder again, or save it anew")

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale_ray.new_states import canonical
+
 from ..errors import CheckpointMismatch
 from .flat_state import EXTRA, FlatState, Saved, TensorChoice, is_extra
 from .matching import some
-from .name_tables import canonical, entry_of, matches
+from .name_tables import entry_of, matches
 from .plain_entries import plain_value
 
 

@@ -23,8 +23,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from vescale_ray.new_states import canonical
+
 from .matching import Pair, StoredTensor
-from .name_tables import NameTable, canonical, chosen, entry_of
+from .name_tables import NameTable, chosen, entry_of
 from .plain import Packed
 
 EXTRA = "_extra_state"

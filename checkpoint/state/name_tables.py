@@ -17,12 +17,6 @@ from fnmatch import fnmatchcase
 from ..errors import CheckpointMismatch
 
 Globs = str | Iterable[str]
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-
-
-def canonical(name: str) -> str:
-    """A parameter's name without the parts that wrappers (activation checkpointing, torch.compile) insert."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def globs(patterns: Globs) -> tuple[str, ...]:
