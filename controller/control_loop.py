@@ -170,7 +170,7 @@ class ControlLoop:
                     to.detector.hangs.stepped(item.ticket, record.step, record.seconds, record.alone_seconds)
                     if generation.stepped(report.worker, item):
                         to.progressed(record.step)
-                        to.perform(to.scaling.stepped(record, to.log.stats, to.durable.state))
+                        to.perform(to.scaling.stepped(record, to.log.stats))
                 case Filled():
                     generation.filled(report.worker, item)
                 case Evaluated():

@@ -77,7 +77,7 @@ class Executor:
         self.evidence, self.connectivity = Evidence(), Connectivity(config.elastic)
         cadence = Cadence(config.checkpoint, time.monotonic(), max(0.0, time.time() - log.stats.started))
         self.detector = FailureDetector(config, spec.bounds, self.connectivity)
-        self.scaling = Scaling(spec, config, durable.state, self.connectivity, cadence, self.layouts)
+        self.scaling = Scaling(spec, config, self.connectivity, cadence, self.layouts)
         about = (worker_group, log, self.generation, committer, durable, spec.bounds.save, cadence, spec.oldest)
         self.coordinator = CheckpointCoordinator(config.checkpoint_root, spec.run_id, *about)
         self._probes: dict[Probe, Reaching] = {}

@@ -9,13 +9,11 @@ as slow.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vescale_ray.controller.protocol import Event
-from vescale_ray.controller.worker_group.clocks import ago, to_epoch
 from vescale_ray.workers.monitoring.pace import even
 
 if TYPE_CHECKING:
@@ -31,22 +29,6 @@ Slow = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class StragglerNote:
-    """State that outlives a controller. Times are in seconds since the epoch.
-
-    Attributes:
-        worker: the worker that is being replaced, since ``began``.
-        until: end of the pause after the last replacement.
-        tries: number of replacements.
-    """
-
-    worker: str | None = None
-    began: float = 0.0
-    until: float | None = None
-    tries: int = 0
-
-
-@dataclass(frozen=True)
 class _Swap:
     """A worker that is being replaced, when that began, and how many hired workers had failed by then."""
 
@@ -56,21 +38,22 @@ class _Swap:
 
 
 class Stragglers:
-    """Values in, events and decisions out. Read ``note`` after each call. ``now`` is in seconds of a monotonic clock.
+    """Values in, events and decisions out. ``now`` is in seconds of a monotonic clock.
 
     Args:
         capacity: largest number of workers that the cluster can place; None: unknown.
         start_s: seconds after which a hired worker that is not warm is no longer expected.
     """
 
-    def __init__(self, config: RunConfig, capacity: int | None, start_s: float, note: StragglerNote, now: float) -> None:
+    def __init__(self, config: RunConfig, capacity: int | None, start_s: float) -> None:
         self._replaces = config.elastic.straggler == "replace"
         self._slots = config.train.slots
-        self._capacity, self._start_s, self.note = capacity, start_s, note
-        # A controller that has just started has seen no hired worker fail.
-        self._swap = None if note.worker is None else _Swap(note.worker, ago(note.began, now), 0)
-        self._tries = note.tries
-        self._not_before = now if note.until is None else now + min(note.until - time.time(), PAUSE_S * 2**self._tries)
+        self._capacity, self._start_s = capacity, start_s
+        self._swap: _Swap | None = None
+        self._tries = 0
+        """Number of replacements."""
+        self._not_before = 0.0
+        """End of the pause after the last replacement."""
         self._kept: dict[str, str] = {}
         self._factors: dict[str, float] = {}
         """Slowness by worker in the newest step."""
@@ -100,7 +83,6 @@ class Stragglers:
                 self._kept.pop(worker, None)
                 if self._swap is not None and worker == self._swap.worker:
                     self._swap = None
-                    self._noted(now)
         return events
 
     def unwanted(
@@ -116,8 +98,6 @@ class Stragglers:
         ours = {worker: about for worker, about in slow.items() if worker in members}
         if not self._replaces or not ours or target < len(members):
             return frozenset(), []
-        if self._swap is not None and self._swap.worker not in slow:
-            self._rest(now)  # it was replaced, and the earlier controller died after it recorded that
         if self._swap is None:
             if now < self._not_before:
                 return frozenset(), []
@@ -126,7 +106,6 @@ class Stragglers:
                 room = f"the cluster has room for {self._capacity} workers, and none more (ray.num_cpus, ray.cpus_per_worker)"
                 return frozenset(), self._keep(worker, room, now)
             self._swap = _Swap(worker, now, failures)
-            self._noted(now)
         worker = self._swap.worker
         if failures > self._swap.failures:
             return frozenset(), self._keep(worker, "the worker that was to come in its place did not start", now)
@@ -150,11 +129,6 @@ class Stragglers:
         self._swap = None
         self._not_before = now + PAUSE_S * 2**self._tries
         self._tries = min(self._tries + 1, 10)
-        self._noted(now)
-
-    def _noted(self, now: float) -> None:
-        worker, began = (None, 0.0) if self._swap is None else (self._swap.worker, to_epoch(self._swap.began, now))
-        self.note = StragglerNote(worker, began, to_epoch(self._not_before, now), self._tries)
 
 
 def _over(worker: str, slow: Slow, reason: str) -> Event:

@@ -15,7 +15,6 @@ from vescale_ray.config import ElasticSection
 from vescale_ray.controller import policy
 from vescale_ray.controller.protocol import Event
 from vescale_ray.controller.scaling.capacity import Free, FreePlaces
-from vescale_ray.controller.worker_group.clocks import ago, to_epoch
 
 SETTLE_S = 1.0
 """Seconds after a hiring in which no place counts as free, because Ray takes a moment to count a place as taken."""
@@ -24,21 +23,6 @@ WISH_AHEAD_S = 120.0
 PLACE_S = 10.0
 """If a worker has no place after this many seconds, though one was free, another job has taken it and the run stops waiting."""
 SPARE_GAP_S, LONGEST_SPARE_GAP_S = 5.0, 600.0
-
-
-@dataclass(frozen=True)
-class GrowthNote:
-    """State that outlives a controller.
-
-    Attributes:
-        begun: start of the last growth, in seconds since the epoch.
-        aim: number of workers after the growth under way.
-        failed: number of growths in a row that failed.
-    """
-
-    begun: float | None = None
-    aim: int | None = None
-    failed: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,15 +49,19 @@ class RunProgress:
 
 
 class Autoscaling:
-    """Values in, decisions and events out. Read ``note`` after each call. ``now`` is in seconds of a monotonic clock.
+    """Values in, decisions and events out. ``now`` is in seconds of a monotonic clock.
 
     ``whole`` returns the most of a number of workers that can train together (:meth:`vescale_ray.config.RunConfig.whole`).
     """
 
-    def __init__(self, elastic: ElasticSection, note: GrowthNote, now: float, whole: Callable[[int], int] = int) -> None:
-        self._elastic, self._capacity, self._whole, self.note = elastic, FreePlaces(elastic.grow_after_s), whole, note
-        self._begun = None if note.begun is None else ago(note.begun, now)
-        self._aim, self._failed = note.aim, note.failed
+    def __init__(self, elastic: ElasticSection, whole: Callable[[int], int] = int) -> None:
+        self._elastic, self._capacity, self._whole = elastic, FreePlaces(elastic.grow_after_s), whole
+        self._begun: float | None = None
+        """When the last growth began."""
+        self._aim: int | None = None
+        """Number of workers after the growth under way."""
+        self._failed = 0
+        """Number of growths in a row that failed."""
         self._hired = 0.0
         self._told: tuple[float | None, int] | None = None
 
@@ -99,7 +87,7 @@ class Autoscaling:
         if not self._elastic.grow or run.target > run.world:
             return None, []
         # If a joiner brings down its first generation, the target is lowered. That growth has failed, too.
-        self.ended(now, complete=self._aim is not None and run.world >= self._aim)
+        self.ended(complete=self._aim is not None and run.world >= self._aim)
         capacity = self._capacity.ripe(now) - max(0, self._elastic.spares - run.ready - run.warming)
         workers = self._whole(run.target + min(run.ceiling - run.target, capacity)) - run.target
         if workers <= 0 or run.warming:
@@ -111,15 +99,13 @@ class Autoscaling:
         if not _worth(run):
             return None, []
         self._begun, self._aim = now, run.target + workers
-        self._noted(now)
         return self._aim, [Event("growth", {"from": run.world, "to": self._aim, "room": capacity})]
 
-    def ended(self, now: float, *, complete: bool) -> None:
+    def ended(self, *, complete: bool) -> None:
         """Note the end of the growth under way, if any. ``complete``: whether the run has the workers that were wanted."""
         if self._aim is not None:
             self._aim = None
             self._failed = 0 if complete else self._failed + 1
-            self._noted(now)
 
     def hired(self, now: float) -> None:
         """Note that a worker takes a place now."""
@@ -134,9 +120,6 @@ class Autoscaling:
 
     def _wait(self, now: float) -> float:
         return policy.growth_wait(self._begun, now, self._elastic.grow_gap_s, self._failed)
-
-    def _noted(self, now: float) -> None:
-        self.note = GrowthNote(None if self._begun is None else to_epoch(self._begun, now), self._aim, self._failed)
 
 
 def _worth(run: RunProgress) -> bool:

@@ -19,7 +19,6 @@ from vescale_ray.controller.failures.straggler import Stragglers
 from vescale_ray.controller.observations import Observations
 from vescale_ray.controller.protocol import Event, RunSpec, RunState, World
 from vescale_ray.controller.scaling.autoscaling import PLACE_S, Autoscaling, RunProgress
-from vescale_ray.controller.state.durable_state import DurableState
 from vescale_ray.controller.state.run_stats import RunStats
 from vescale_ray.workers.messages import CHECKPOINT, RESCALE, STOP, StepRecord, Ticket
 from vescale_ray.workers.resharding.shard_layouts import Layouts
@@ -37,7 +36,6 @@ class Scaling:
     seen, and changes nothing else.
 
     Args:
-        state: the durable state at the beginning; the notes of the policies come from it.
         layouts: layouts by world size. Those before and after a change determine its rank assignment.
 
     Attributes:
@@ -51,12 +49,10 @@ class Scaling:
         spares: number of warm workers that neither train nor are to join. ``places_wanted``: number of places asked of Ray's autoscaler.
     """
 
-    def __init__(
-        self, spec: RunSpec, config: RunConfig, state: DurableState, connectivity: Connectivity, cadence: Cadence, layouts: Layouts
-    ) -> None:
+    def __init__(self, spec: RunSpec, config: RunConfig, connectivity: Connectivity, cadence: Cadence, layouts: Layouts) -> None:
         self._spec, self._config, self._cadence, self._layouts, self._connectivity = spec, config, cadence, layouts, connectivity
-        self._autoscaling = Autoscaling(config.elastic, state.growth, time.monotonic(), config.whole)
-        self.stragglers = Stragglers(config, spec.capacity, spec.bounds.start, state.straggler, time.monotonic())
+        self._autoscaling = Autoscaling(config.elastic, config.whole)
+        self.stragglers = Stragglers(config, spec.capacity, spec.bounds.start)
         self.asked: Ticket | None = None
         self.hire_failures: list[str] = []
         self.failed_hires = 0
@@ -92,9 +88,9 @@ class Scaling:
         elif not joined:
             self.fleeting.append(reason)
 
-    def stepped(self, record: StepRecord, stats: RunStats, state: DurableState) -> list[Action]:
+    def stepped(self, record: StepRecord, stats: RunStats) -> Sequence[Action]:
         """The events of a step that the members have completed: the straggler policy's."""
-        return [*self.stragglers.stepped(record, stats, time.monotonic()), *self._notes(state)]
+        return self.stragglers.stepped(record, stats, time.monotonic())
 
     def taken(self, ask: actions.Ask) -> None:
         """Take note that a member has taken a request to its generation, so that the request is not repeated."""
@@ -133,8 +129,7 @@ class Scaling:
             return do
         outside = seen.outside(world.members)
         do += [actions.Dismiss(worker) for worker in outside if worker in leaving]
-        do += self._staff(world, warm, [w for w in world.members if w not in leaving], [w for w in outside if w not in leaving], seen)
-        return do + self._notes(seen.durable)
+        return do + self._staff(world, warm, [w for w in world.members if w not in leaving], [w for w in outside if w not in leaving], seen)
 
     def _drain(self, world: World, warm: frozenset[str], leaving: frozenset[str], seen: Observations) -> list[Action]:
         """If members are on draining nodes and enough workers are left, ask the generation to stop. If too few workers are left, ask it for
@@ -199,11 +194,6 @@ class Scaling:
             # (If members are on draining nodes, the change does not wait: the nodes may go first.)
             do.append(self._ask_to_park(world, RESCALE, "straggler" if unwanted else reason))
         return do
-
-    def _notes(self, state: DurableState) -> list[Action]:
-        """Write the notes of the policies if they have changed."""
-        notes = {"growth": self._autoscaling.note, "straggler": self.stragglers.note}
-        return [] if notes == {"growth": state.growth, "straggler": state.straggler} else [actions.Note(notes, write=True)]
 
     def _use_capacity(self, world: int, ready: int, warming: int, seen: Observations) -> tuple[int, list[Action]]:
         """Ask for places, and raise the target if places have been free for long enough. Returns the target. ``ready`` and ``warming``
@@ -308,7 +298,7 @@ class Scaling:
         failures = self.hire_failures or self.refusals or self.fleeting
         why = failures[-1] if failures else f"no place or not warm after {workers.age(late[0]):.0f} s"
         self._forget_failures()  # they are handled now; otherwise the rescale would be abandoned again and again
-        self._autoscaling.ended(seen.now, complete=False)
+        self._autoscaling.ended(complete=False)
         abandoned = Event("rescale_abandoned", {"from": world.size, "to": target, "error": why})
         fewer = self._config.whole(min(target, world.size + len([w for w in outside if w not in late])))
         return [*map(actions.Dismiss, late), abandoned, want(fewer, reason)]

@@ -9,12 +9,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from vescale_ray.controller.failures.straggler import StragglerNote
 from vescale_ray.controller.protocol import StateSource, World
-from vescale_ray.controller.scaling.autoscaling import GrowthNote
 from vescale_ray.workers.messages import Origin, Ticket
 
-VERSION = 1
+VERSION = 2
 """Version of the file's format. Raise it when a field is added, removed or changes its meaning."""
 
 
@@ -54,7 +52,6 @@ class DurableState:
         crashes, node_losses, controller_restarts: failures in a row without progress (``budget.Budget``).
         failures: all failures of this start of the run, by cause.
         counted_generation: newest generation whose failure is counted in these fields.
-        growth, straggler: notes of the policies ``autoscaling.Autoscaling`` and ``straggler.Stragglers``.
         port: port of the HTTP server, so that its address stays the same.
         epoch: how often the controller was started.
         revision: how often this start of the run has written its state. Of two states, the newer has the higher.
@@ -77,8 +74,6 @@ class DurableState:
     controller_restarts: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
     counted_generation: int = 0
-    growth: GrowthNote = GrowthNote()
-    straggler: StragglerNote = StragglerNote()
     port: int = 0
     epoch: int = 0
     revision: int = 0
@@ -98,7 +93,6 @@ class DurableState:
             if launched is not None:
                 launched = LaunchedGeneration(**{**launched, "members": tuple(launched["members"])})
                 launched.world()
-            notes = {"growth": GrowthNote(**tree["growth"]), "straggler": StragglerNote(**tree["straggler"])}
-            return cls(**{**tree, **notes, "generation": launched, "leavers": tuple(tree["leavers"])})
+            return cls(**{**tree, "generation": launched, "leavers": tuple(tree["leavers"])})
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"it is damaged ({type(error).__name__}: {error})") from None

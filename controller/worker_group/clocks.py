@@ -13,16 +13,6 @@ GAP_S = 0.6
 """Most time that counts between two reads. The control loop reads the clock several times as often."""
 
 
-def to_epoch(moment: float, now: float) -> float:
-    """Convert a time of a clock that shows ``now`` to seconds since the epoch, which mean the same on another machine."""
-    return time.time() + moment - now
-
-
-def ago(moment: float, now: float) -> float:
-    """The reverse of :func:`to_epoch` for past times. The result is at most ``now``, even if machines' clocks differ."""
-    return now - max(0.0, time.time() - moment)
-
-
 class AwakeClock:
     """A clock for one thread. ``clock()`` is the seconds since it was made, of which at most ``gap_s`` count between two reads."""
 

@@ -1615,7 +1615,7 @@ def test_new_checkpoint_interval_is_recorded_over_a_restart(run: Recorded) -> No
     cadence = auto()
     cadence.saved(kept(0.5, 3.0))
     spec, seen, nothing = SimpleNamespace(capacity=None, bounds=Bounds()), SimpleNamespace(now=0.0, stats=run.stats, saving=True), None
-    scaling: Any = Scaling(spec, run.config, DurableState("r1", 0), nothing, cadence, nothing)  # type: ignore[arg-type]
+    scaling: Any = Scaling(spec, run.config, nothing, cadence, nothing)  # type: ignore[arg-type]
     (event,) = scaling._save_if_due(generation(1, 0, "a"), seen)
     run.log.record(event.name, **event.about)
     text = str(cadence.interval)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 from hypothesis import given
@@ -12,12 +11,10 @@ from hypothesis import strategies as st
 from vescale_ray.config import ConfigError, parse_config
 from vescale_ray.controller.policy import LONGEST_GAP_S, growth_wait, worth_growing
 from vescale_ray.controller.protocol import Event
-from vescale_ray.controller.scaling import autoscaling as subject
-from vescale_ray.controller.scaling.autoscaling import WISH_AHEAD_S, Autoscaling, GrowthNote, RunProgress
+from vescale_ray.controller.scaling.autoscaling import WISH_AHEAD_S, Autoscaling, RunProgress
 from vescale_ray.controller.scaling.capacity import STALE_S, Free, FreePlaces, places
 
 CPU = {"CPU": 1.0}
-NEW = GrowthNote()
 
 
 def test_place_is_one_whole_worker_on_one_allowed_node() -> None:
@@ -142,13 +139,12 @@ def test_room_is_watched_only_by_a_run_that_would_use_it() -> None:
 class Grower:
     """The growth of a run of two workers, at most four, with one free place on one node and a clock of its own."""
 
-    def __init__(self, note: GrowthNote = NEW, now: float = 50.0, target: int = 2) -> None:
+    def __init__(self) -> None:
         section = {"workers": 2, "max_workers": 4, "grow": True, "grow_after_s": 1.0, "grow_gap_s": 60.0, "demand": 1}
         self.elastic = parse_config({"elastic": section}).elastic
-        self.policy = Autoscaling(self.elastic, note, now)
-        self.now, self.target, self.capacity, self.wished = now, target, 1, 0
+        self.policy = Autoscaling(self.elastic)
+        self.now, self.target, self.capacity, self.wished = 50.0, 2, 1, 0
         self.steps_left, self.warm_s = 10**6, 0.0
-        self.notes = [note]
 
     def pass_(self, seconds: float, world: int) -> list[str]:
         """Let ``seconds`` pass with ``world`` members, and return the names of the events."""
@@ -160,44 +156,19 @@ class Grower:
             self.policy.look(Free(self.now, {"n": self.capacity}, frozenset("n")), (), ())
             target, events = self.policy.grow(run, self.now)
             self.target = target or self.target
-            self.notes.append(self.policy.note)
             told += [event.name for event in events]
         return told
 
 
 def test_granted_wish_is_room_and_spares_have_it_first() -> None:
     elastic = parse_config({"elastic": {"workers": 2, "max_workers": 5, "grow": True, "grow_after_s": 0.0, "spares": 1}}).elastic
-    run, policy = RunProgress(2, 0, 0, 2, 5, 100, 0.1, 0.0), Autoscaling(elastic, NEW, 0.0)
+    run, policy = RunProgress(2, 0, 0, 2, 5, 100, 0.1, 0.0), Autoscaling(elastic)
     assert policy.grow(run, 1.0) == (None, []) and policy.spare_places(0, 1.0) == 0, "nothing is known yet"
     policy.look(Free(2.0, {"n": 1}, frozenset("nm")), ("n", None, "m", "x"), ("x",))
     assert policy.spare_places(0, 2.0) == 3
-    assert policy.grow(run, 2.0) == (4, [Event("growth", {"from": 2, "to": 4, "room": 2})]) and policy.note.aim == 4
+    assert policy.grow(run, 2.0) == (4, [Event("growth", {"from": 2, "to": 4, "room": 2})])
     policy.hired(2.0)
     assert policy.spare_places(0, 2.5) == 0, "it may be the place that was just taken"
-
-
-def test_restarted_controller_keeps_the_gap_between_growths(monkeypatch: pytest.MonkeyPatch) -> None:
-    epoch = 1e9
-    monkeypatch.setattr(subject, "to_epoch", lambda moment, now: epoch + moment - now)
-    monkeypatch.setattr(subject, "ago", lambda moment, now: now - (epoch - moment))
-    run = Grower()
-    assert run.pass_(5.0, 2) == ["growth"] and run.target == 3
-    run.pass_(10.0, 3)
-    epoch += 10.0
-
-    again = Grower(run.notes[-1], now=7000.0, target=3)
-    assert again.pass_(45.0, 3) == ["growth_waits"]
-    assert again.pass_(10.0, 3) == ["growth"] and again.target == 4
-
-    # If a growth is under way when the controller is killed, and fails afterwards, the gap before the next one doubles.
-    begun = next(note for note in run.notes if note.aim)
-    epoch -= 10.0
-    third = Grower(begun, now=3.0, target=3)
-    assert third.pass_(5.0, 2) == [], "it still waits for who was hired"
-    third.policy.ended(third.now, complete=False)
-    third.target = 2
-    assert third.pass_(100.0, 2) == ["growth_waits"] and third.notes[-1].failed == 1
-    assert third.pass_(20.0, 2) == ["growth"]
 
 
 def test_place_is_requested_only_if_the_run_would_use_it_soon() -> None:
@@ -206,7 +177,13 @@ def test_place_is_requested_only_if_the_run_would_use_it_soon() -> None:
     run.capacity = 0
     run.pass_(5.0, 2)
     assert run.wished == 1
-    run.policy = Autoscaling(run.elastic, GrowthNote(time.time(), None, 3), run.now)
+    run.capacity = 1
+    for _ in range(3):
+        while run.target == 2:
+            run.pass_(0.5, 2)
+        run.policy.ended(complete=False)
+        run.target = 2
+    run.capacity = 0
     run.pass_(1.0, 2)
     assert run.wished == 0, "the next growth is eight minutes away"
     run.pass_(480.0 - WISH_AHEAD_S, 2)

@@ -17,7 +17,7 @@ from vescale_ray.controller.checkpointing.parked import by_node, seated, staying
 from vescale_ray.controller.failures.budget import Cause
 from vescale_ray.controller.policy import CommittedCheckpoint
 from vescale_ray.controller.protocol import RequestRefused, RunState
-from vescale_ray.controller.scaling.autoscaling import Autoscaling, GrowthNote, RunProgress
+from vescale_ray.controller.scaling.autoscaling import Autoscaling, RunProgress
 from vescale_ray.controller.scaling.capacity import Free
 from vescale_ray.workers.messages import RESCALE, Filled, Join, Origin, WorkerPhase
 from vescale_ray.workers.resharding.held_state import HeldState, choose_resume
@@ -156,7 +156,7 @@ def test_numbers_of_workers_are_those_that_share_experts_evenly() -> None:
 @pytest.mark.parametrize(("room", "aim"), [(1, None), (2, 4), (3, 4), (4, 6)])
 def test_run_grows_by_whole_replicas(room: int, aim: int | None) -> None:
     config = hsdp(grow=True, grow_after_s=0.0)
-    growth = Autoscaling(config.elastic, GrowthNote(), 0.0, config.whole)
+    growth = Autoscaling(config.elastic, config.whole)
     for now in (0.0, 1.0):
         growth.look(Free(now, {"n": room}, frozenset("n")), (), ())
     assert growth.grow(RunProgress(2, 0, 0, 2, 8, 100, 0.1, 0.0), 2.0)[0] == aim

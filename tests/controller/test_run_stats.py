@@ -14,7 +14,7 @@ import pytest
 
 from tests.controller.recorded import Recorded, recorded
 from vescale_ray.controller.checkpointing.committer import SaveResult
-from vescale_ray.controller.failures.straggler import StragglerNote, Stragglers
+from vescale_ray.controller.failures.straggler import Stragglers
 from vescale_ray.controller.policy import CommittedCheckpoint
 from vescale_ray.controller.protocol import FINAL, RunState, StateSource, World
 from vescale_ray.controller.state import run_log, step_stats
@@ -42,7 +42,7 @@ class Player:
         self.form()
 
     def _stragglers(self) -> Stragglers:
-        return Stragglers(self.run.config, None, 30.0, StragglerNote(), self.now)
+        return Stragglers(self.run.config, None, 30.0)
 
     @property
     def world(self) -> World:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
-import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +12,7 @@ import pytest
 
 from tests.controller.recorded import Recorded
 from tests.controller.runs import tiny
-from vescale_ray.controller.failures.straggler import PAUSE_S, StragglerNote, Stragglers
+from vescale_ray.controller.failures.straggler import PAUSE_S, Stragglers
 from vescale_ray.controller.http.exposition import families
 from vescale_ray.controller.policy import next_members, staffing
 from vescale_ray.controller.protocol import Event, StateSource, World
@@ -28,34 +25,23 @@ START_S = 30.0
 class Table:
     """A run whose events are applied to its statistics, with the straggler policy and a clock of its own."""
 
-    def __init__(
-        self, folder: Path, mode: str = "report", capacity: int | None = None, life: int = 1, past: str = "{}", now: float = 1000.0
-    ) -> None:
+    def __init__(self, folder: Path, mode: str = "report", capacity: int | None = None, life: int = 1) -> None:
         config = tiny(folder, "slow", elastic_straggler=mode)
-        self.now = now
-        self.notes = [past]
-        """The policy's notes as they would be stored."""
+        self.now = 1000.0
         self.run = Recorded(config, epoch=life)
         if life == 1:
             self.run.started()
-        self.slow = Stragglers(config, capacity, START_S, StragglerNote(**json.loads(past)), now)
+        self.slow = Stragglers(config, capacity, START_S)
         self.world = World(Ticket(0, 1), (), StateSource(Origin.FRESH, 0))
 
     def record(self, events: Sequence[Event]) -> None:
         for event in events:
             self.run.log.record(event.name, **event.about)
-        self.notes.append(json.dumps(asdict(self.slow.note)))
 
     def unwanted(self, members: Sequence[str], target: int, there: int, failures: int) -> frozenset[str]:
         found, events = self.slow.unwanted(members, target, there, failures, self.run.stats.stragglers, self.now)
         self.record(events)
         return found
-
-    def restarted(self, folder: Path, later_s: float = 0.0) -> Table:
-        """The table of a controller that restarts ``later_s`` later, on a machine with another clock."""
-        again = Table(folder, "replace", life=2, past=self.notes[-1], now=3.0 + later_s)
-        again.adopt(self.world)
-        return again
 
     def adopt(self, world: World) -> None:
         """Replay the records of the controller before."""
@@ -87,14 +73,13 @@ def known(members: str, **about: Any) -> Any:
 
 
 def test_straggler_policy_decides_from_values_alone(tmp_path: Path) -> None:
-    slow, now = Stragglers(tiny(tmp_path, "slow", elastic_straggler="replace"), None, START_S, StragglerNote(), 0.0), 5.0
+    slow, now = Stragglers(tiny(tmp_path, "slow", elastic_straggler="replace"), None, START_S), 5.0
     record = StepRecord(7, 2.0, 192, (1,), 1.0, 1e-3, 0.5, 0, 2, 3, (1,) * 2, (0.1, 0.3), View((1.0, 3.0), (-1, 6), even(6, 2)))
     about = {"rank": 1, "factor": 3.0, "since_step": 7, "node": None}
     assert slow.stepped(record, known("ab"), now) == [Event("straggler", {"worker": "b", **about})]
-    assert slow.note == StragglerNote(), "there is nothing to write down yet"
-    assert slow.unwanted("ab", 2, 2, 0, {"b": about}, now) == (frozenset("b"), []) and (slow.note.worker, slow.note.tries) == ("b", 0)
+    assert slow.unwanted("ab", 2, 2, 0, {"b": about}, now) == (frozenset("b"), [])
     kept = Event("straggler_kept", {"worker": "b", "reason": "the worker that was to come in its place did not start"})
-    assert slow.unwanted("ab", 2, 2, 1, {"b": about}, now) == (frozenset(), [kept]) and (slow.note.worker, slow.note.tries) == (None, 1)
+    assert slow.unwanted("ab", 2, 2, 1, {"b": about}, now) == (frozenset(), [kept])
     over = Event("straggler_over", {"worker": "b", "reason": "it has left", "since_step": 7})
     assert slow.stepped(record, known("ac", stragglers={"b": about}, spread=(3, (3, 3))), now)[0] == over
 
@@ -255,47 +240,3 @@ def test_straggler_recovered_before_its_replacement_stays(tmp_path: Path) -> Non
     table.step((1.0, 1.0, 1.0))
     assert table.unwanted(table.world.members, 3, 4, 0) == frozenset()
     assert table.slow.leaving(table.world.members, ("d",), 3) == frozenset()
-
-
-@pytest.mark.parametrize("passed", [0.0, 2 * PAUSE_S - 2, 2 * PAUSE_S + 2])
-def test_restarted_controller_keeps_the_replacement_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: float) -> None:
-    table = Table(tmp_path, "replace")
-    table.open("a", "b", "c")
-    table.step((1.5, 1.0, 3.0), (0, -1, 0))
-    assert table.unwanted(("a", "b", "c"), 3, 3, 0) == {"c"}
-    table.now += START_S + 1
-    assert table.unwanted(("a", "b", "c"), 3, 3, 0) == frozenset(), "none came"
-    table.now += PAUSE_S + 1
-    assert table.unwanted(("a", "b", "c"), 3, 3, 0) == {"c"}, "and the pause after the next is twice as long"
-    table.now += START_S + 1
-    assert table.unwanted(("a", "b", "c"), 3, 3, 0) == frozenset()
-    now = time.time()
-    monkeypatch.setattr("time.time", lambda: now + passed)
-    again = table.restarted(tmp_path)
-    assert again.unwanted(("a", "b", "c"), 3, 3, 0) == ({"c"} if passed > 2 * PAUSE_S else frozenset())
-    again.now += 2 * PAUSE_S + 2
-    assert again.unwanted(("a", "b", "c"), 3, 3, 0) == ({"c"} if passed < 2 * PAUSE_S else frozenset())
-
-
-def test_restarted_controller_remembers_an_awaited_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = Table(tmp_path, "replace")
-    table.open("a", "b", "c")
-    table.step((1.5, 1.0, 3.0), (0, -1, 0))
-    assert table.unwanted(("a", "b", "c"), 3, 3, 0) == {"c"}
-    again = table.restarted(tmp_path)
-    assert again.slow.leaving(("a", "b", "c"), ("d",), 3) == {"c"}, "the one that is warm by now takes its place"
-    now = time.time()
-    monkeypatch.setattr("time.time", lambda: now + START_S - 2)
-    late = table.restarted(tmp_path)
-    assert late.unwanted(("a", "b", "c"), 3, 3, 0) == {"c"}
-    late.now += 3
-    assert late.unwanted(("a", "b", "c"), 3, 3, 0) == frozenset() and "warm in its place" in str(late.told()[-1][2])
-    monkeypatch.undo()
-
-    # The controller reported the end of the change, and died before it noted it. The next replacement must not wait for a worker that has
-    # left.
-    table.run.log.record("straggler_over", worker="c", reason="it was replaced", since_step=1)
-    third = table.restarted(tmp_path)
-    assert third.unwanted(("a", "b", "d"), 3, 3, 0) == frozenset() and third.slow.leaving(("a", "b", "d"), ("e",), 3) == frozenset()
-    third.now += PAUSE_S + 1
-    assert third.unwanted(("a", "b", "d"), 3, 3, 0) == {"a"}
