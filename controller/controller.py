@@ -96,17 +96,18 @@ class Controller:
         folder = RunFolder(spec.folder)
         with suppress(OSError):
             folder.clear_leftovers()  # of a controller that was killed
-        store, state = StateStore(spec.folder, supervisor), None
+        store = StateStore(spec.folder, supervisor)
+        earlier = state = None
         with suppress(OSError):
-            state = read_state(spec.folder)
+            earlier = read_state(spec.folder)
         # The supervisor of a new run is still starting and has no state, so it is not asked. (The call to Ray is last: it takes long.)
-        if (state is not None and state.run_id == spec.run_id) or ray.get_runtime_context().was_current_actor_reconstructed:
-            state = _when_told(lambda: store.newest(spec.run_id))
-        again = state is not None and state.run_id == spec.run_id
-        if state is None or not again:
+        if (earlier is not None and earlier.run_id == spec.run_id) or ray.get_runtime_context().was_current_actor_reconstructed:
+            state = _when_told(store.newest)
+        again = state is not None
+        if state is None:
             # Numbers that an earlier start of the run has used are not used again.
-            first = max(spec.first_generation - 1, state.last_number if state else 0)
-            known = (state.highest_step, state.steps_before) if state else (0,)
+            first = max(spec.first_generation - 1, earlier.last_number if earlier else 0)
+            known = (earlier.highest_step, earlier.steps_before) if earlier else (0,)
             done = 0 if config.checkpoint.resume == "never" else max(folder.last_step(), *known)
             state = DurableState(spec.run_id, first, target=config.elastic.workers, steps_before=done)
         state = replace(state, epoch=state.epoch + 1)
@@ -117,7 +118,8 @@ class Controller:
         session = ray.get_runtime_context().get_session_name()
         self._publisher = Publisher(self._log, config, spec.driver_pid, state.epoch, seen, session)
         self._server = self._serve(config.metrics.host, state.port, config.metrics.port)
-        state = store.write(replace(state, port=self._server.port))
+        state = replace(state, port=self._server.port)
+        store.write(state)
         # The URL of a server on all interfaces has this node's address. A server on the loopback is reached only there.
         url = self._server.url(ray.util.get_node_ip_address() if config.metrics.host in ("0.0.0.0", "::") else None)
         self._publisher.serve_at(url)
@@ -264,7 +266,7 @@ class Controller:
 
 
 def _when_told(question: Callable[[], _T]) -> _T:
-    """Repeat ``question`` until the run's folder can be read. Without its answer, a controller would take its run for a new one."""
+    """Repeat ``question`` until the supervisor or the folder has answered. Otherwise a controller would take its run for a new one."""
     told = False
     while True:
         try:
@@ -272,7 +274,7 @@ def _when_told(question: Callable[[], _T]) -> _T:
         except OSError as error:
             if not told:
                 told = True
-                _log.warning("the run's folder can't be read, and is asked again: %s", error)
+                _log.warning("the earlier controller's state can't be read, and is asked for again: %s", error)
         time.sleep(ASK_GAP_S)
 
 

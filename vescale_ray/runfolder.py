@@ -203,6 +203,10 @@ class RunFolder:
         """Replace config.yaml."""
         self._replace("config.yaml", text, mode=0o644)
 
+    def write_durable_state(self, text: str) -> None:
+        """Replace controller.json."""
+        self._replace("controller.json", text, mode=0o600)
+
     def clear_discovery(self) -> None:
         """Remove the service discovery of a run that ends, so that Prometheus stops scraping it."""
         (self.path / DISCOVERY).unlink(missing_ok=True)
@@ -300,10 +304,6 @@ class RunFolder:
     def each_samples(self) -> Iterator[Record]:
         """Yield every line of consumed ids as written, undone steps included."""
         return self._each_line("samples.jsonl")
-
-    def read_samples(self) -> list[Record]:
-        """Return the line of consumed ids of each committed step, by step."""
-        return committed(self.read_all_samples())
 
     def read_all_samples(self) -> list[Record]:
         """Return every line of consumed ids as written, undone steps included."""

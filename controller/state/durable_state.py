@@ -54,7 +54,6 @@ class DurableState:
         counted_generation: newest generation whose failure is counted in these fields.
         port: port of the HTTP server, so that its address stays the same.
         epoch: how often the controller was started.
-        revision: how often this start of the run has written its state. Of two states, the newer has the higher.
         version: format of the file.
     """
 
@@ -76,7 +75,6 @@ class DurableState:
     counted_generation: int = 0
     port: int = 0
     epoch: int = 0
-    revision: int = 0
     version: int = VERSION
 
     def to_json(self) -> str:

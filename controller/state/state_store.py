@@ -1,25 +1,24 @@
-"""The store of a controller's durable state.
+"""The store of a controller's durable state, which the run's supervisor keeps in memory.
 
-The state is written before it is used, so that no generation number is ever given out twice. It lies in the run's folder. If the folder
-can't be written (its disk is full, or does not answer), the supervisor, which outlives the controller, keeps it in memory.
+The supervisor outlives the controller, and a run whose supervisor is lost begins anew. The state is kept before it is used, so that no
+generation number is ever given out twice. The run's folder has a copy, which later starts of the run and the driver read.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import tempfile
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from vescale_ray.controller.bounded_io import BoundedIO
 from vescale_ray.controller.state.durable_state import DurableState
+from vescale_ray.controller.worker_group.worker_news import SupervisorLost
+from vescale_ray.runfolder import RunFolder
 
 NAME = "controller.json"
 CALL_S = 5.0
@@ -29,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class StateStore:
-    """Writes a run's durable state, and finds the newest.
+    """Keeps a run's durable state, and gives it to the next controller.
 
     Args:
         folder: the run's folder.
@@ -37,51 +36,32 @@ class StateStore:
     """
 
     def __init__(self, folder: str | os.PathLike[str], supervisor: Any) -> None:
-        self._folder, self._supervisor, self._bounded_io = folder, supervisor, BoundedIO()
+        self._folder, self._supervisor, self._bounded_io = RunFolder(folder), supervisor, BoundedIO()
 
-    def newest(self, run_id: str) -> DurableState | None:
-        """The newest state of the start ``run_id``, from the folder or the supervisor. If there is none, the folder's state of another
-        start.
+    def newest(self) -> DurableState | None:
+        """The state that was kept last; None: an earlier controller died before it kept one.
 
         Raises:
-            OSError: the folder can't be read, so that the supervisor's state may be older and its numbers would be given out twice. Or
-                there is no state of this start, though the run has workers.
+            TimeoutError: the supervisor has not answered.
+            SupervisorLost: it is gone.
         """
-        written = read_state(self._folder)
         try:
-            text = self._ask("kept")
-            kept = DurableState.from_json(text) if text else None
-        except (RayError, ValueError) as error:
-            _log.warning("the supervisor does not tell whether it has a state: %s", error)
-            kept = None
-        own = [state for state in (written, kept) if state is not None and state.run_id == run_id]
-        if not own and self._has_workers():
-            # The state was written before the first worker was hired. The folder may not be mounted any more.
-            raise FileNotFoundError(errno.ENOENT, f"no {NAME} of this run, though the run has workers", str(self._folder))
-        return max(own, key=lambda state: state.revision, default=written)
+            text = ray.get(self._supervisor.kept.remote(), timeout=CALL_S)
+        except RayActorError:
+            raise SupervisorLost("the supervisor actor is gone, and the workers that it owned") from None
+        return DurableState.from_json(text) if text else None
 
-    def write(self, state: DurableState) -> DurableState:
-        """Keep ``state`` with the next revision, and return it. Never raises: if it can be kept nowhere, a restarted controller gets an
-        older state."""
-        state = replace(state, revision=state.revision + 1)
+    def write(self, state: DurableState) -> None:
+        """Keep ``state``. Never raises: the loss of the supervisor is noticed elsewhere, and a full disk stops nothing."""
+        text = state.to_json()
         try:
-            self._bounded_io.do(lambda: _replace(self._folder, state.to_json()))
+            ray.get(self._supervisor.keep.remote(text), timeout=CALL_S)
+        except RayError as error:
+            _log.warning("the supervisor does not confirm that it keeps the controller's state: %s", error)
+        try:
+            self._bounded_io.do(lambda: self._folder.write_durable_state(text))
         except OSError as error:
-            _log.warning("%s could not be written: %s; the supervisor keeps the state", self._folder, error)
-            try:
-                self._ask("keep", state.to_json())
-            except RayError as problem:
-                _log.warning("nor could the supervisor: %s", problem)
-        return state
-
-    def _has_workers(self) -> bool:
-        try:
-            return bool(self._ask("roster"))
-        except RayError:
-            return False
-
-    def _ask(self, method: str, *args: Any) -> Any:
-        return ray.get(getattr(self._supervisor, method).remote(*args), timeout=CALL_S)
+            _log.warning("%s could not be written: %s; the supervisor has the state", self._folder.path / NAME, error)
 
 
 class StateWriter:
@@ -105,7 +85,8 @@ class StateWriter:
 
     def write(self) -> None:
         """Write the state."""
-        self.state = self._written = self._store.write(self.state)
+        self._store.write(self.state)
+        self._written = self.state
 
     def take_number(self) -> int:
         """A number for a generation, written before it is used."""
@@ -128,32 +109,3 @@ def read_state(folder: str | os.PathLike[str]) -> DurableState | None:
     except ValueError as error:
         _log.warning("%s counts as none: %s", path, error)
         return None
-
-
-def _replace(folder: str | os.PathLike[str], text: str) -> None:
-    """Replace the file atomically: a reader sees the old text or the new one, even after a crash of the machine.
-
-    Raises:
-        OSError: the file can't be written, because the disk is full, for example.
-    """
-    descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=f".{NAME}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
-            handle.write(text)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(temporary, Path(folder) / NAME)
-        _sync(folder)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _sync(folder: str | os.PathLike[str]) -> None:
-    """Make a new name in ``folder`` durable, if its file system can. Otherwise the old state may return: a number would be given twice."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with suppress(OSError):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -231,10 +231,12 @@ class Supervisor:
         bundles = [{"CPU": cpus, **({"GPU": gpus} if gpus else {})}]
         return placement_group(bundles, strategy="PACK", name=f"{self._tag}:{of}", bundle_label_selector=elsewhere)
 
+    @ray.method(concurrency_group="state")
     def keep(self, state: str) -> None:
-        """Keep the controller's durable state while it can't be written to the run's folder."""
+        """Keep the controller's durable state."""
         self._state = state
 
+    @ray.method(concurrency_group="state")
     def kept(self) -> str | None:
         """The durable state that was kept last; None: there is none."""
         return self._state
@@ -385,7 +387,7 @@ def _tag(name: str, run_id: str) -> str:
 
 def actor_of(config: Mapping[str, Any], run_id: str, node: str, namespace: str, pickled: bytes = b"") -> Any:
     """Start a run's supervisor on ``node``, and return its handle."""
-    groups: Any = {"concurrency_groups": {"places": 2}}
+    groups: Any = {"concurrency_groups": {"places": 2, "state": 1}}
     return (
         ray.remote(**groups)(Supervisor)
         .options(
