@@ -119,7 +119,7 @@ class Executor:
         )
 
     def figures(self) -> Observed:
-        """What the publisher sees."""
+        """Return the observations that the publisher sees."""
         leaving = self.observations(0.0, {}).leaving(self.log.stats.members)
         return Observed(
             target=self.commands.target,

@@ -52,8 +52,8 @@ class Staffing:
 
 
 def staffing(world: int, ready: int, warming: int, target: int, spares: int = 0) -> Staffing:
-    """Whether to hire or to regroup, with ``world`` members. Outside of them there are ``ready`` warm workers and ``warming`` that start;
-    ``spares`` of these are to stay outside.
+    """Decide whether to hire or to regroup, with ``world`` members. Outside of them there are ``ready`` warm workers and ``warming`` that
+    start; ``spares`` of these are to stay outside.
 
     One regrouping brings in all hired workers, so training goes on until the last of them is warm. A spare joins if a member is missing,
     and another spare is hired in its place.
@@ -81,7 +81,7 @@ def growth_wait(begun: float | None, now: float, gap_s: float, failed: int) -> f
 
 
 def worth_growing(steps_left: int, step_s: float | None, warm_s: float) -> bool:
-    """Whether hiring a worker now pays off: it is warm before half of the remaining steps are done."""
+    """Return whether hiring a worker now pays off: it is warm before half of the remaining steps are done."""
     return step_s is None or steps_left * step_s > 2.0 * warm_s
 
 

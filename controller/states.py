@@ -145,7 +145,7 @@ class Waiting:
 
 
 class Goal(StrEnum):
-    """Why parked workers write a checkpoint."""
+    """The reason why parked workers write a checkpoint."""
 
     LAST = "last"
     """All steps are done."""

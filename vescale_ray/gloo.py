@@ -97,7 +97,7 @@ def _not_recording() -> Iterator[None]:
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether all of the group's communication uses gloo, torch's or this module's."""
+    """Return whether all of the group's communication uses gloo, torch's or this module's."""
     return dist.get_backend(group) in (_TORCHS, BACKEND)
 
 

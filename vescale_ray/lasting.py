@@ -66,6 +66,6 @@ def check_lasting(what: str, path: str | os.PathLike[str], remedy: str = REMEDY)
 
 
 def in_temporary_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether the folder is in this machine's folder for temporary files. Other nodes do not see it, and a new pod starts without it."""
+    """Return whether the folder is in this machine's folder for temporary files, which other nodes do not see and a new pod lacks."""
     text = whole(path)
     return "://" not in text and Path(text).is_relative_to(Path(tempfile.gettempdir()).resolve())

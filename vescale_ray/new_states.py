@@ -55,7 +55,10 @@ def _is_new(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextmanager
 def uncounted(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Set the counters of new optimizers back to 0. With 1, the first update of AdamW is a quarter too small, as after torch's getter."""
+    """After the block, set the step counters of optimizers that had no states before it back to 0.
+
+    torch's getter makes the states by a step, which counts. AdamW's first update would then be a quarter too small.
+    """
     new = [optimizer for optimizer in optimizers if _is_new(optimizer)]
     yield
     for state in (state for optimizer in new for state in optimizer.state.values() if isinstance(state, dict)):

@@ -116,7 +116,7 @@ class Summary:
 
     @property
     def sound(self) -> bool:
-        """Whether no sample was lost or repeated, and the checkpoint is verified."""
+        """True: no sample was lost or repeated, and the checkpoint is verified."""
         return (self.accounting is None or self.accounting.exact) and not self.checkpoint_problems
 
 

@@ -152,7 +152,7 @@ def _apart(store: ObjectStore, piece: PlacedPiece, vote: Vote, other: PlacedPiec
 
 
 def _rounded(dtype: torch.dtype) -> bool:
-    """Whether copies of ``dtype`` may differ by rounding; codes of 8-bit optimizer states may."""
+    """Return whether copies of ``dtype`` may differ by rounding; codes of 8-bit optimizer states may."""
     return dtype.is_floating_point or dtype.is_complex or dtype in (torch.uint8, torch.int8)
 
 

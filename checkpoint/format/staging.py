@@ -51,7 +51,7 @@ class Slab:
 
     @property
     def shared(self) -> bool:
-        """Whether there is more than one holder; then the bytes must not change."""
+        """True: there is more than one holder; then the bytes must not change."""
         with self._pool.lock:
             return self._holders > 1
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 def on_meta(module: nn.Module) -> bool:
-    """Whether a parameter or buffer of ``module`` has no storage."""
+    """Return whether a parameter or buffer of ``module`` has no storage."""
     return any(t.is_meta for t in [*module.parameters(), *module.buffers()])
 
 

@@ -114,7 +114,7 @@ class Accord:
                 self._store = dist.PrefixStore(f"{_SPACE}/{digest_of(str(text).encode())}", shared.clone())
 
     def serves(self, group: dist.ProcessGroup | None, rank: int, world: int) -> bool:
-        """Whether this channel connects these ranks; a program may recreate its process group."""
+        """Return whether this channel connects these ranks; a program may recreate its process group."""
         return (self.rank, self.world) == (rank, world) and (world == 1 or self._group is (group or dist.group.WORLD))
 
     def key(self, step: int) -> str:

@@ -78,7 +78,7 @@ class SaveHandle:
     result = wait
 
     def done(self) -> bool:
-        """Whether the save has ended, successfully or not."""
+        """Return whether the save has ended, successfully or not."""
         return self._done.is_set()
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:

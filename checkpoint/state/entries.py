@@ -56,7 +56,7 @@ def _sorts(meta: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _tensors_elsewhere(key: str, holder: Saved, flat: FlatState, choice: TensorChoice) -> bool:
-    """Whether some tensors of the entry are stored under other names, or all of them may be lacking."""
+    """Return whether some tensors of the entry are stored under other names, or all of them may be lacking."""
     names = [name for name, _ in flat.tensors if entry_of(name, flat.models) == key and choice.takes(name, flat)]
     stored = (choice.stored(name, flat, holder) for name in names)
     return any(name in holder.tensors or name in holder.aliases for name in stored) or all(

@@ -94,7 +94,7 @@ class TensorChoice:
     table: NameTable = field(default_factory=NameTable)
 
     def takes(self, name: str, flat: FlatState) -> bool:
-        """Whether to load the tensor called ``name`` in the model. A tied tensor is loaded if any of its names is chosen."""
+        """Return whether to load the tensor called ``name`` in the model. A tied tensor is loaded if any of its names is chosen."""
         return any(chosen(one, self.include, self.exclude) for one in self._names(name, flat))
 
     def takes_pair(self, pair: Pair, flat: FlatState) -> bool:
@@ -154,8 +154,8 @@ def flatten_models(state: Mapping[str, Any]) -> FlatState:
 
 
 def is_tensors(key: str, value: Any) -> bool:
-    """Whether an entry is stored tensor by tensor: a module, or a dict of only tensors. Tensors among other values are plain values, of
-    which only rank 0's are stored; models do not look like that."""
+    """Return whether an entry is stored tensor by tensor: a module, or a dict of only tensors. Tensors among other values are plain values,
+    of which only rank 0's are stored; models do not look like that."""
     if not isinstance(value, Mapping):
         return isinstance(value, nn.Module)
     tensors = [isinstance(one, torch.Tensor) for one in value.values()]

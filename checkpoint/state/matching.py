@@ -105,7 +105,7 @@ def _prefixed(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
 
 
 def castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether a cast stays within floating point or within integers. Other casts are for the caller to define."""
+    """Return whether a cast stays within floating point or within integers. Other casts are for the caller to define."""
     if stored.is_floating_point or wanted.is_floating_point:
         return stored.is_floating_point and wanted.is_floating_point
     return not any(d.is_complex or d == torch.bool for d in (stored, wanted))

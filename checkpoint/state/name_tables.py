@@ -38,7 +38,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def chosen(name: str, include: Iterable[str], exclude: Iterable[str]) -> bool:
-    """Whether some glob of ``include`` matches ``name`` and none of ``exclude`` does."""
+    """Return whether some glob of ``include`` matches ``name`` and none of ``exclude`` does."""
     return matches(name, include) and not matches(name, exclude)
 
 

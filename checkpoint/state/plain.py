@@ -53,7 +53,7 @@ class Packed:
 
     @property
     def extended(self) -> bool:
-        """Whether ``tags`` has one that the first version of the format lacks."""
+        """True: ``tags`` has one that the first version of the format lacks."""
         return any(tag.startswith("$") for tag in self.tags)
 
     @property
@@ -188,7 +188,7 @@ class _Packer:
 
 
 def _of_optimizer(value: Mapping[Any, Any]) -> bool:
-    """Whether ``value`` is an optimizer's state_dict() with a tensor of more than one element."""
+    """Return whether ``value`` is an optimizer's state_dict() with a tensor of more than one element."""
     states = value.get("state")
     return (
         isinstance(states, Mapping)

@@ -134,7 +134,7 @@ class FsspecStore:
             self._fs.pipe_file(self._path(key), data, **({"mode": "create"} if exclusive else {}))
 
     def _is_mine(self, key: str, data: bytes | memoryview, token: str) -> bool:
-        """Whether the object at ``key`` was created with this content and token."""
+        """Return whether the object at ``key`` was created with this content and token."""
         try:
             return self.get(key) == data
         except KeyMissing:

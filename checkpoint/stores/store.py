@@ -33,8 +33,8 @@ _OURS = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 def out_of_reach(error: OSError) -> bool:
-    """Whether ``error`` concerns this process rather than the object: no permission, no free file descriptor or memory. The object may be
-    intact, and a person can help, so it must not count as damaged. (A store that does not answer in time counts as lost.)"""
+    """Return whether ``error`` concerns this process rather than the object: no permission, no free file descriptor or memory. The object
+    may be intact, and a person can help, so it must not count as damaged. (A store that does not answer in time counts as lost.)"""
     return isinstance(error, PermissionError) or error.errno in _OURS
 
 
@@ -152,5 +152,5 @@ def check_key(key: str) -> str:
 
 
 def is_key(text: str) -> bool:
-    """Whether :func:`check_key` accepts ``text``. Listings skip other names, since users put their own files next to ours."""
+    """Return whether :func:`check_key` accepts ``text``. Listings skip other names, since users put their own files next to ours."""
     return _KEY.fullmatch(text) is not None

@@ -295,7 +295,7 @@ class _Collection:
         return swept
 
     def _committed(self, attempt: str, entries: Sequence[Entry]) -> bool:
-        """Whether this attempt has a commit after all. It is looked up by the name in the objects' headers, since a listing may be
+        """Return whether this attempt has a commit after all. It is looked up by the name in the objects' headers, since a listing may be
         outdated."""
         order = next((o for entry in entries if (o := _order_of(self.store, entry)) is not None), None)
         if order is None:

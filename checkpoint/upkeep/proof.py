@@ -113,7 +113,7 @@ def _damage(store: ObjectStore, entry: ObjectEntry, cancelled: Callable[[], bool
 
 
 def _right_now(store: ObjectStore, entry: ObjectEntry, number: int) -> bool:
-    """Whether a block that differed is right in a second read; the transfer may have failed."""
+    """Return whether a block that differed is right in a second read; the transfer may have failed."""
     offset = number * entry.block_bytes
     count = min(entry.block_bytes, entry.bytes - offset)
     view = view_of(aligned_buffer(-(-count // ALIGNMENT) * ALIGNMENT))

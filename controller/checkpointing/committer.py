@@ -112,7 +112,7 @@ class Committer:
 
     @property
     def busy(self) -> bool:
-        """Whether any attempt waits for votes or its commit."""
+        """True: any attempt waits for votes or its commit."""
         self._know()
         return bool(self._open or self._early)
 

@@ -90,7 +90,7 @@ def python() -> Finding:
 
 
 def package(name: str) -> Finding:
-    """Whether ``name`` is installed, in the release that the tests run with."""
+    """Check whether ``name`` is installed, in the release that the tests run with."""
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -194,7 +194,7 @@ UNSYNCHRONISED = 5
 
 
 def clock() -> Finding:
-    """Whether this machine's clock is synchronised, according to the kernel. (:func:`ray_cluster` compares the nodes' clocks.)"""
+    """Check whether this machine's clock is synchronised, according to the kernel. (:func:`ray_cluster` compares the nodes' clocks.)"""
     try:
         state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(told := _Timex()))
     except (OSError, AttributeError):
@@ -208,7 +208,7 @@ def clock() -> Finding:
 
 
 def run_folder(config: RunConfig) -> Finding:
-    """Whether the run's folder can be written and locked, and how much room it has."""
+    """Check whether the run's folder can be written and locked, and how much room it has."""
     folder = config.run_folder
     if (reason := goes_with(folder)) is not None:
         return Finding("run folder", "fail", f"{folder} lies in {reason}", f"set run.dir: {REMEDY}")
@@ -232,7 +232,7 @@ def run_folder(config: RunConfig) -> Finding:
 
 
 def storage(root: str) -> Finding:
-    """Whether the store can write, read and list, refuses to create a name twice, deletes, and has the right time."""
+    """Check whether the store can write, read and list, refuses to create a name twice, deletes, and has the right time."""
     from vescale_ray.checkpoint.stores.opening import store_of
 
     if (reason := goes_with(root)) is not None:
@@ -341,7 +341,7 @@ CLOCKS, CLOCKS_S = 64, 15.0
 
 
 def ray_cluster(address: str | None, wait_s: float = RAY_S) -> Finding:
-    """Whether the cluster can be used. A separate process connects to it, because that can be ended if it hangs."""
+    """Check whether the cluster can be used. A separate process connects to it, because that can be ended if it hangs."""
     address = address or os.environ.get("RAY_ADDRESS")
     if address in (None, "", "local"):
         return Finding("ray cluster", "ok", "none is named: the run starts a Ray of its own")

@@ -423,7 +423,7 @@ class _Attempt:
 
 
 def _succeeded(ref: Any) -> bool:
-    """Whether a call has been answered without an error."""
+    """Return whether a call has been answered without an error."""
     import ray
 
     try:
@@ -442,7 +442,7 @@ def _nothing_to_do(config: RunConfig, folder: RunFolder, ready: Preflight) -> Ru
 
 
 def _was_to_stop(folder: RunFolder) -> bool:
-    """Whether a stop of the run was requested, according to its last controller's durable state."""
+    """Return whether a stop of the run was requested, according to its last controller's durable state."""
     state = _durable_state(folder)
     return state is not None and state.stop_reason is not None
 

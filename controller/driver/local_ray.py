@@ -49,8 +49,8 @@ def address_of(config: RunConfig) -> str:
 
 
 def silence(address: str) -> str | None:
-    """Why no process answers at ``host:port``, within :data:`KNOCK_S`; Ray's own client would try for many minutes. None if a process
-    listens there, or if only Ray can resolve the address (``auto``, for example)."""
+    """Return why no process answers at ``host:port``, within :data:`KNOCK_S`; Ray's own client would try for many minutes. None if a
+    process listens there, or if only Ray can resolve the address (``auto``, for example)."""
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdigit():
         return None
@@ -93,7 +93,7 @@ class Cluster:
 
     @property
     def own(self) -> bool:
-        """Whether the cluster was started here."""
+        """True: the cluster was started here."""
         return self._folder is not None
 
     def close(self) -> list[int]:

@@ -54,7 +54,7 @@ class GenerationLog:
 
     @property
     def all_filled(self) -> bool:
-        """Whether every member of the generation has its state."""
+        """True: every member of the generation has its state."""
         return self.world is not None and not self._unfilled
 
     def worker_started(self, info: WorkerInfo) -> None:

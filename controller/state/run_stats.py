@@ -86,7 +86,7 @@ class RunStats:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether the newest generation has completed a step."""
+        """True: the newest generation has completed a step."""
         return self.generation > 0 and self.steps.last.get("generation") == self.generation
 
     @property

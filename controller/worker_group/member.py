@@ -85,7 +85,7 @@ class Member:
 
     @property
     def waits_for_poll(self) -> bool:
-        """Whether a poll is to be sent, at ``next_poll``."""
+        """True: a poll is to be sent, at ``next_poll``."""
         return self.info is not None and self.poll is None and self.verdict is None
 
     def send_poll(self, now: float, awake: float) -> None:
@@ -166,5 +166,5 @@ class Member:
         self.verdict, self.cause, self.gone, self.sentenced = verdict, Cause.NODE, False, time.monotonic() - DEATH_S - 1.0
 
     def overdue(self, now: float) -> bool:
-        """Whether the worker counts as dead without Ray's word."""
+        """Return whether the worker counts as dead without Ray's word."""
         return self.verdict is not None and now - self.sentenced > (GONE_S if self.gone else DEATH_S)

@@ -50,7 +50,7 @@ def answer_of(ref: Any, timeout_s: float) -> Any:
 
 
 def has_answered(poll: Any) -> bool:
-    """Whether the worker has answered the poll. Ray's error that it can't be reached is no answer."""
+    """Return whether the worker has answered the poll. Ray's error that it can't be reached is no answer."""
     if poll is None or not ray.wait([poll], timeout=0)[0]:
         return False
     try:

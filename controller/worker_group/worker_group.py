@@ -203,7 +203,7 @@ class WorkerGroup:
         return worker in self.members
 
     def doomed(self, worker: str) -> bool:
-        """Whether a worker is being ended, or is gone."""
+        """Return whether a worker is being ended, or is gone."""
         member = self.members.get(worker)
         return member is None or member.verdict is not None
 
@@ -219,7 +219,7 @@ class WorkerGroup:
         return member.report if member else None
 
     def stale(self, worker: str) -> bool:
-        """Whether a worker's last report may be older than its last order, and so not say what the worker does now."""
+        """Return whether a worker's last report may be older than its last order, and so not say what the worker does now."""
         member = self.members.get(worker)
         return member is not None and member.told <= member.ordered
 
@@ -281,7 +281,7 @@ class WorkerGroup:
 
     @property
     def asking_outline(self) -> bool:
-        """Whether a worker owes an answer to :meth:`ask_outline`."""
+        """True: a worker owes an answer to :meth:`ask_outline`."""
         return any(member.outline is not None for member in self.members.values())
 
     def ask_reachability(self, asked: Mapping[str, Collection[str]], wait_s: float) -> Reaching:

@@ -100,7 +100,7 @@ def names_of(path: Path) -> Iterator[str]:
 
 
 def _exists(name: str) -> bool:
-    """Whether torch has ``name``: a module, an attribute of a module or class, or an annotation of a class."""
+    """Return whether torch has ``name``: a module, an attribute of a module or class, or an annotation of a class."""
     words = name.split(".")
     for end in range(len(words), 0, -1):
         try:

@@ -35,5 +35,5 @@ with private_names():
 
 
 def allows_implicit_replication() -> bool:
-    """Whether torch's ``implicit_replication()`` is on: a plain tensor among distributed ones is then the same on every rank."""
+    """Return whether torch's ``implicit_replication()`` is on: a plain tensor among distributed ones is then the same on every rank."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)

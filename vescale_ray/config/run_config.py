@@ -101,7 +101,7 @@ class RunConfig(Section):
 
     @property
     def watches_room(self) -> bool:
-        """Whether the run uses capacity that it has not requested: it grows by itself, or keeps spares."""
+        """True: the run uses capacity that it has not requested: it grows by itself, or keeps spares."""
         return self.elastic.grow or self.elastic.spares > 0
 
     @property

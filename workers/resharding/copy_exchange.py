@@ -80,8 +80,8 @@ class GenerationCopies:
         slot.own.sums = self._thread.submit(self._send, exchange)
 
     def _copy(self, exchange: _Exchange, pieces: Sequence[ShardPiece], after: Any) -> None:
-        """Copy the shards, in the copy thread. The first copy's layout and fresh memory also cost time here, not in the pause of a rescale.
-        ``pieces`` keeps the tensors alive while they are read."""
+        """Copy the shards, in the copy thread. For the first copy, the thread also plans the layout and allocates the buffer, so that a
+        rescale does not wait for these. ``pieces`` keeps the tensors alive while they are read."""
         own = exchange.slot.own
         if self._planned is None:
             mine, theirs = ([Strip.from_json(row) for row in json.loads(strips)] for strips in self._strips)

@@ -238,7 +238,7 @@ class Layout:
 
     @cached_property
     def gapped(self) -> bool:
-        """Whether some tensor is stored with gaps."""
+        """True: some tensor is stored with gaps."""
         return any(s.stored_rows is not None and s.stored_rows > s.shape[-2] and s.numel for s in self.specs)
 
     def kept(self, rank: int) -> KeptElements:
