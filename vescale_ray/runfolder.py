@@ -29,7 +29,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any
@@ -305,10 +305,6 @@ class RunFolder:
         """Yield every line of consumed ids as written, undone steps included."""
         return self._each_line("samples.jsonl")
 
-    def read_all_samples(self) -> list[Record]:
-        """Return every line of consumed ids as written, undone steps included."""
-        return self._read_lines("samples.jsonl")
-
     def last_samples(self) -> Record | None:
         """Return the newest line of consumed ids, or None."""
         return self._last_line("samples.jsonl")
@@ -405,7 +401,7 @@ class Tail:
         return _parse(raw[:end], self._path.name)
 
 
-def committed(lines: Sequence[Record]) -> list[Record]:
+def committed(lines: Iterable[Record]) -> list[Record]:
     """Return the lines of committed steps, by step. A line of step ``s`` undoes all earlier lines of steps ``>= s``: a rollback came
     between."""
     kept: list[Record] = []

@@ -72,7 +72,7 @@ class DcpSource:
             if only is not None and ("model" if bare and len(path) == 1 and key in self._files.tensors else entry) not in only:
                 continue
             if part is not None:
-                found = self._optimizers.setdefault(entry, _Optimizer({}, {}, {}, []))
+                found = self._optimizers.setdefault(entry, _Optimizer({}, {}, {}))
                 kind, name, field = part
                 if kind == "state":
                     states.append((entry, name, field, key))
@@ -219,7 +219,6 @@ class DcpSource:
             self._add(owner, kind, key)
         else:
             self._add(f"{owner}/{kind}", "state", key)
-        found.owners.append(owner)
 
     def _scalar(self, key: str) -> Any:
         if key not in self._files.tensors:
@@ -293,7 +292,6 @@ class _Optimizer:
     scalars: dict[str, dict[str, str]]
     groups: dict[str, dict[str, str]]
     kinds: dict[str, None]
-    owners: list[str]
     nested: dict[str, dict[str, str]] = field(default_factory=dict)
 
 

@@ -171,7 +171,7 @@ def test_step_is_written_once_and_never_for_an_older_generation(run: Recorded) -
     assert run.stepped(stepped(second, 2, 14.0))
     assert [(line["step"], line["generation"]) for line in run.folder.read_metrics()] == [(1, 1), (2, 1), (3, 2)]
     assert [line["step"] for line in run.folder.read_all_metrics()] == [1, 2, 3, 3]
-    assert [line["ids"][0] for line in committed(run.folder.read_all_samples())] == [0, 12, 24]
+    assert [line["ids"][0] for line in committed(run.folder.each_samples())] == [0, 12, 24]
 
 
 def test_steps_lost_with_a_controller_do_not_block_later_steps(run: Recorded) -> None:
@@ -290,12 +290,12 @@ def test_step_with_samples_but_no_metrics_is_not_written_twice(run: Recorded) ->
     run.folder.append_samples(3, 1, list(range(36, 48)))
     again = run.restarted(first)
     assert again.stepped(stepped(first, 3, begin + 3)) and again.stepped(stepped(first, 4, begin + 4))
-    assert [line["step"] for line in run.folder.read_all_samples()] == [0, 1, 2, 3, 4]
+    assert [line["step"] for line in run.folder.each_samples()] == [0, 1, 2, 3, 4]
     assert [line["step"] for line in run.folder.read_all_metrics()] == [1, 2, 3, 4, 5]
     second = generation(2, 3, "a")
     again.open(second)
     assert again.stepped(stepped(second, 3, begin + 9)), "a step that is done again is written again"
-    assert [line["step"] for line in run.folder.read_all_samples()] == [0, 1, 2, 3, 4, 3]
+    assert [line["step"] for line in run.folder.each_samples()] == [0, 1, 2, 3, 4, 3]
 
 
 def test_a_restarted_run_goes_on_with_the_accounts_of_the_time(run: Recorded) -> None:
@@ -549,7 +549,7 @@ def test_full_disk_stops_nothing_and_lines_are_written_later(run: Recorded, monk
         assert "No space left on device" in warning and warning == run.snapshot.record["warning"]
     assert run.stepped(stepped(first, 3, 5.0))
     assert [line["step"] for line in run.folder.read_metrics()] == [1, 2, 3, 4]
-    assert len(committed(run.folder.read_all_samples())) == 4
+    assert len(committed(run.folder.each_samples())) == 4
 
 
 class Hung:
@@ -592,7 +592,7 @@ def test_hung_disk_blocks_nothing_and_lines_are_written_once(tmp_path: Path, mon
     run.log.journal.flush(5.0)
     assert run.stepped(stepped(first, 50, 60.0))
     assert [line["step"] for line in run.folder.read_all_metrics()] == list(range(1, 52))
-    assert [line["step"] for line in run.folder.read_all_samples()] == list(range(51))
+    assert [line["step"] for line in run.folder.each_samples()] == list(range(51))
     assert [event["event"] for event in run.folder.read_events()] == ["generation", "warning"]
 
 
@@ -973,7 +973,7 @@ def test_lines_stay_whole_and_ordered_after_a_partial_write(tmp_path: Path) -> N
     assert "can't be written (File too large); training goes on, lines wait in memory" in warning
     folder = RunFolder(tmp_path / "filling")
     assert [line["step"] for line in folder.read_all_metrics()] == list(range(1, 61))
-    assert [line["step"] for line in folder.read_all_samples()] == list(range(60))
+    assert [line["step"] for line in folder.each_samples()] == list(range(60))
     raw = (folder.path / "metrics.jsonl").read_text().splitlines()
     assert len(raw) == 61, "one that was cut short, and whole again after it"
     assert [event["event"] for event in folder.read_events()] == ["generation", "warning"]

@@ -226,7 +226,7 @@ def test_summary_of_a_long_run_skips_large_files_and_says_so(whole: tuple[RunFol
     monkeypatch.setattr(report, "LONG_METRICS", 500)
     monkeypatch.setattr(report, "LONG_SAMPLES", 500)
     monkeypatch.setattr(RunFolder, "read_all_metrics", None)
-    monkeypatch.setattr(RunFolder, "read_all_samples", None)
+    monkeypatch.setattr(RunFolder, "each_samples", None)
     for index in range(100):
         run.append_event({"event": "worker_started", "time": 1e9 + index, "worker": f"x{index}", "pid": 1000 + index})
         run.append_event({"event": "checkpoint_saved", "time": 1e9 + index, "step": index, "bytes": 1e6})

@@ -32,14 +32,15 @@ def test_appended_lines_are_read_back_in_order(run: RunFolder) -> None:
     run.append_event({"event": "run_finished"})
     assert [line["loss"] for line in run.read_metrics()] == [3.0, 1.5, 1.0]
     assert run.read_metrics()[0]["memory"] == {"0": 10, "1": 20}
-    assert committed(run.read_all_samples())[2] == {"step": 2, "generation": 1, "ids": [3, 4]}
+    assert committed(run.each_samples())[2] == {"step": 2, "generation": 1, "ids": [3, 4]}
     assert run.read_events()[0]["time"] == 5.0
     assert run.read_events()[1]["time"] > 1e9
 
 
 def test_an_empty_or_missing_folder_reads_as_nothing(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "none")
-    assert (run.read_metrics(), run.read_events(), run.read_all_samples(), run.read_state(), run.read_control()) == ([], [], [], None, None)
+    assert run.read_metrics() == run.read_events() == list(run.each_samples()) == []
+    assert run.read_state() is None and run.read_control() is None
     assert not run.is_run()
 
 
@@ -64,7 +65,7 @@ def test_readers_skip_lines_of_foreign_form(run: RunFolder) -> None:
         (run.path / name).write_bytes((run.path / name).read_bytes() + text.encode("latin-1"))
     assert [line["step"] for line in run.read_metrics()] == [1, 2], "a line with the ids of another file is a line with more"
     assert [event["event"] for event in run.read_events()] == ["run_started"] == [event["event"] for event in run.tail_events().read()]
-    assert [line["ids"] for line in committed(run.read_all_samples())] == [[4]] and (run.last_samples() or {})["ids"] == [4]
+    assert [line["ids"] for line in committed(run.each_samples())] == [[4]] and (run.last_samples() or {})["ids"] == [4]
 
 
 def test_lines_of_several_writers_never_mix(run: RunFolder) -> None:
@@ -238,11 +239,11 @@ def test_the_newest_samples_are_read_from_the_end_of_the_file(tmp_path: Path, id
     assert run.last_samples() is None
     for step in range(4):
         run.append_samples(step, 1, list(range(step, step + ids)))
-        assert run.last_samples() == run.read_all_samples()[-1]
+        assert run.last_samples() == list(run.each_samples())[-1]
     with (run.path / "samples.jsonl").open("ab") as file:
         file.write(b'{"step": 9, "ids": [1, 2')  # cut short
     newest = run.last_samples()
-    assert newest == run.read_all_samples()[-1] and newest["step"] == 3
+    assert newest == list(run.each_samples())[-1] and newest["step"] == 3
 
 
 def test_second_hang_report_of_a_step_keeps_the_first(tmp_path: Path) -> None:

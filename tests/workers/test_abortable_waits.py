@@ -189,7 +189,6 @@ def test_give_up_ends_waits_for_older_messages_only() -> None:
 
 
 def test_gloo_s_messages_and_nothing_else_are_aborted() -> None:
-    assert abortable_waits.can_end(), "this platform's torch is one of those that we know"
     pair = _pair()
     waiting = pair[0].recv([torch.zeros(4)], 1, 9)
     assert abortable_waits._abort(waiting) and waiting.wait() is False

@@ -7,7 +7,7 @@ timeout. Breaking the connections does not help, and a wait with a shorter limit
 ``abort()`` of the message's ``Work`` ends such a wait. torch has it in C++ (``ProcessGroupGloo::RecvWork::abort``, virtual in
 ``c10d::Work``), but not in Python. This module calls it by its symbol, on a pointer from pybind11's conduit
 (``_pybind11_conduit_v1_``, meant for such use between extension modules). If either is missing (another platform or compiler),
-:func:`can_end` returns False, and a wait lasts until the group's timeout.
+a wait lasts until the group's timeout.
 
 A wait in one of gloo's own collectives usually ends when a connection breaks, but not if its send is in progress. All waits for
 point-to-point messages in this package therefore use :func:`wait`. When a worker learns from its controller that a peer is gone, and
@@ -86,11 +86,6 @@ def give_up() -> int:
     with _lock:
         _given_up += 1
         return sum(_abort(work) for work in _under_way.values())
-
-
-def can_end() -> bool:
-    """Return whether :func:`give_up` can wake a wait in progress."""
-    return _symbols() is not None
 
 
 def _abort(work: Any) -> bool:

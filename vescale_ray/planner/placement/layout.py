@@ -236,11 +236,6 @@ class Layout:
         ends = ((max(start, at), min(end, at + used)) for at in range(start // stride * stride, end, stride))
         return tuple((base + low, base + high) for low, high in ends if high > low)
 
-    @cached_property
-    def gapped(self) -> bool:
-        """True: some tensor is stored with gaps."""
-        return any(s.stored_rows is not None and s.stored_rows > s.shape[-2] and s.numel for s in self.specs)
-
     def kept(self, rank: int) -> KeptElements:
         """Return the buffer that ``rank`` keeps between steps: its part, or a copy without gaps if some lie between a tensor's
         elements."""
