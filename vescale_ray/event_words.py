@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vescale_ray.errors import one_line
 from vescale_ray.runfolder import Record
 
 SHOWN = 100
@@ -26,12 +27,6 @@ def set_words(figures: Mapping[str, Any]) -> str:
         return "not a finite number"
     more = [*([f"perplexity {perplexity:.4g}"] if perplexity else []), *([f"{bpb:.3f} bits/byte"] if bpb is not None else [])]
     return f"{loss:.3f}" + (f" ({', '.join(more)})" if more else "")
-
-
-def one_line(text: object) -> str:
-    """Return the text on one line without control characters, because errors and names come from outside."""
-    words = " ".join(str(text).split())
-    return words if words.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
 
 
 def describe_event(event: Record) -> tuple[str, float | None] | None:

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from vescale_ray.config import RunConfig, load_config
 from vescale_ray.config.given import CORPUS
-from vescale_ray.event_words import count_words, describe_event, one_line, set_words
+from vescale_ray.errors import one_line
+from vescale_ray.event_words import count_words, describe_event, set_words
 from vescale_ray.runfolder import Record, RunFolder, RunFolderError, committed
 
 GUESSING_BPB = 8.0

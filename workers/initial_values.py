@@ -23,7 +23,7 @@ from vescale_ray import checkpoint
 from vescale_ray.checkpoint.bridges.pieces import FileLayout
 from vescale_ray.checkpoint.huggingface_layout import check_weights, file_layout, persistent_buffers, read_buffers
 from vescale_ray.compat.core import TorchDispatchMode
-from vescale_ray.errors import BadInput
+from vescale_ray.errors import BadInput, one_line
 from vescale_ray.models import hf, lora
 from vescale_ray.models.units import select_units
 from vescale_ray.optim.parameters import local_of
@@ -233,7 +233,7 @@ def _named(weights: str) -> Iterator[None]:
     try:
         yield
     except (checkpoint.CheckpointMismatch, checkpoint.ForeignFileError) as error:
-        text = " ".join(str(error).split()).removeprefix(weights).lstrip(":/ ")
+        text = one_line(error).removeprefix(weights).lstrip(":/ ")
         mismatch = isinstance(error, checkpoint.CheckpointMismatch)
         remedy = "give the config.json and the weights of one model" if mismatch else "download the folder again, or save it anew"
         raise BadInput(f"model.hf = {weights}: {text}{'' if ';' in text else f'; {remedy}'}") from None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from vescale_ray import checkpoint
 from vescale_ray.communication import wait_notes
-from vescale_ray.errors import BadInput
+from vescale_ray.errors import BadInput, one_line
 from vescale_ray.workers.messages import (
     BUSY,
     CHECKPOINT,
@@ -165,7 +165,7 @@ class Membership:
                 try:
                     read_bytes = restore_from_checkpoint(trainer, checkpoint.open(self._config.checkpoint_root, order.commit))
                 except (ValueError, checkpoint.CheckpointMismatch) as error:
-                    raise BadInput(" ".join(str(error).split())) from None
+                    raise BadInput(one_line(error)) from None
             trainer.load_base()
         return moved, read_bytes
 
@@ -238,7 +238,7 @@ class Membership:
                 meshes=meshes,
             )
         except ValueError as error:
-            raise BadInput(" ".join(str(error).split())) from None
+            raise BadInput(one_line(error)) from None
         trainer.beat = self._heartbeat.beat
         return trainer
 

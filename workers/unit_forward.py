@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from vescale_ray.errors import BadInput
+from vescale_ray.errors import BadInput, one_line
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
@@ -145,7 +145,7 @@ class _CompiledForward:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            problem = " ".join(str(error).split())[:300] or type(error).__name__
+            problem = one_line(error)[:300] or type(error).__name__
         # The model's own errors are raised again here.
         result = self._run(way + 1, args, kwargs)
         self._compiler.give_up(self._kind, way, problem)

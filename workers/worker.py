@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from vescale_ray.errors import one_line
 from vescale_ray.workers.messages import Give, Join, Order, Outlined, Ticket, WorkerInfo, WorkerPhase, WorkerReport
 from vescale_ray.workers.monitoring.heartbeat import IN, RECORDER, Heartbeat, offer_stacks, stacks
 from vescale_ray.workers.monitoring.process import born
@@ -147,7 +148,7 @@ class Worker:
             info, self._resources = self._warm_up(self._heartbeat)
             self._resources.next_model.prepare()  # imports what the model's factory needs, so that other ranks do not wait for it
         except BaseException as error:
-            why = f"worker {self._worker} cannot start: {type(error).__name__}: {' '.join(str(error).split())}"
+            why = f"worker {self._worker} cannot start: {type(error).__name__}: {one_line(error)}"
             self._state.cannot_start(why)
             if self._standby is not None:
                 self._standby.fail(why)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from vescale_ray.errors import one_line
+
 from ..errors import ForeignFileError
 from ..format.object_layout import _SAFETENSORS_NAME
 from .foreign import Files
@@ -47,7 +49,7 @@ def read_header(files: Files, name: str) -> tuple[dict[str, Located], dict[str, 
         with safe_open(path, "pt") as opened:
             metadata = opened.metadata() or {}
     except Exception as error:  # the package raises errors of its own, and Python's for files that it can't map
-        said = " ".join(str(error).split()).removeprefix("Error while deserializing header: ")[:200]
+        said = one_line(error).removeprefix("Error while deserializing header: ")[:200]
         raise ForeignFileError(f"{path}: no complete safetensors file ({size} bytes): {said}") from None
     length = int.from_bytes(files.read(name, 0, 8), "little")
     header = json.loads(files.read(name, 8, length))

@@ -27,6 +27,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from vescale_ray.compat.distributed import get_process_group_store
+from vescale_ray.errors import one_line
 
 from ..errors import STAGES, SaveAborted, SaveFailed
 from ..format.digest import digest_of
@@ -319,7 +320,7 @@ def _answering(key: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = " ".join(str(error).split())[:200]
+        text = one_line(error)[:200]
         which = f"step {_step(key)}: " if key else ""
         raise SaveFailed(
             f"{which}the process group's store, through which the ranks agree on a save, does not answer ({text}); earlier checkpoints are "

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vescale_ray.controller.protocol import RunRefused
+from vescale_ray.errors import one_line
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
@@ -89,7 +90,7 @@ def check_some_tokens(datasets: Iterable[Any]) -> None:
                 try:
                     source.check_some()
                 except OSError as error:
-                    raise RunRefused(" ".join(str(error).split())) from None
+                    raise RunRefused(one_line(error)) from None
 
 
 def _sources(dataset: Any) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from typing import Any, ClassVar, Literal
 from vescale_ray import compat
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.driver.local_ray import address_of, silence
+from vescale_ray.errors import one_line
 from vescale_ray.lasting import REMEDY, goes_with, in_temporary_folder
 from vescale_ray.runfolder import unlockable
 
@@ -79,7 +80,7 @@ def examine(config: RunConfig | None) -> Iterator[Finding]:
         try:
             yield check()
         except Exception as error:
-            said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            said = f"{type(error).__name__}: {one_line(error)}"
             yield Finding(name, "fail", f"could not be looked at: {said}", "a fault of this check; please report it with this line")
 
 
@@ -289,7 +290,7 @@ def _tried(store: Any, key: str) -> Finding:
 
 
 def _said(error: Exception) -> str:
-    return " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
+    return one_line(getattr(error, "strerror", None) or error) or type(error).__name__
 
 
 def port(host: str, number: int) -> Finding:

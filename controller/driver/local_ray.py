@@ -29,6 +29,7 @@ from vescale_ray import version
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.driver import watchdog
 from vescale_ray.controller.protocol import NAMESPACE, RunRefused
+from vescale_ray.errors import one_line
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class Cluster:
                     with _sigterm_kept():
                         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
                 except (ConnectionError, ValueError, RuntimeError) as error:
-                    reason = " ".join(str(error).split())[:200]
+                    reason = one_line(error)[:200]
                     raise RunRefused(f"ray.address = {address}: no cluster answers there ({reason}); start one, or use local") from None
             self._connected = True
         self.node = ray.get_runtime_context().get_node_id()
@@ -152,7 +153,7 @@ class Cluster:
                 return
             except Exception as error:  # Ray raises Exception itself if a node takes more than 30 s to start
                 self.close()
-                reason = " ".join(str(error).split())[:200]
+                reason = one_line(error)[:200]
                 if start == STARTS:
                     raise RunRefused(
                         f"Ray did not start on this machine in {STARTS} attempts ({reason}): "

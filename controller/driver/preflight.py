@@ -20,7 +20,7 @@ from vescale_ray.controller.driver.local_ray import address_of, knock
 from vescale_ray.controller.driver.model_checks import check_causal, check_document_mask, check_factory, check_loss, check_vocabulary
 from vescale_ray.controller.driver.resumption import changes_since, check_same_base, check_same_stream, choose_commit
 from vescale_ray.controller.protocol import RunRefused, StateSource
-from vescale_ray.errors import BadInput
+from vescale_ray.errors import BadInput, one_line
 from vescale_ray.lasting import REMEDY, check_lasting, in_temporary_folder
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Origin
@@ -258,7 +258,7 @@ def _check_writable(root: str) -> None:
             with tempfile.TemporaryFile(dir=root):
                 pass
     except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
+        reason = (error.strerror if isinstance(error, OSError) else None) or one_line(error)
         raise RunRefused(f"{root}: can't be written ({reason}); set checkpoint.dir to a folder or URL that can") from None
 
 
@@ -322,7 +322,7 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
     except SystemExit as error:
         raise RunRefused(f"model.factory = {config.model.factory}: it ends the process, with {error.code!r}; raise an error") from None
     except ValueError as error:
-        raise RunRefused(" ".join(str(error).split())) from None
+        raise RunRefused(one_line(error)) from None
     trained = {route.name: STATES[route.optimizer] for route in routing.routes}
     held = ((name, p) for name, p in model.named_parameters() if config.model.lora is None or is_adapter(name))
     return {name: _Expected(tuple(p.shape), trained.get(name, ())) for name, p in held}

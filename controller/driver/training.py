@@ -16,7 +16,7 @@ from vescale_ray.config import Given, RunConfig, load_config, parse_config
 from vescale_ray.config.given import CORPUS, FACTORY
 from vescale_ray.controller.driver import driver, preflight
 from vescale_ray.controller.state.run_stats import evaluated_sets
-from vescale_ray.errors import BadInput
+from vescale_ray.errors import BadInput, one_line
 from vescale_ray.progress import Progress
 from vescale_ray.runfolder import RunFolder
 
@@ -200,7 +200,7 @@ def _packed(model: Factory | None, dataset: Any) -> Given:
             size = len(cloudpickle.dumps(one))
         except Exception as error:
             raise BadInput(
-                f"{what}: can't be sent to the workers ({type(error).__name__}: {' '.join(str(error).split())}); {_REMEDY}"
+                f"{what}: can't be sent to the workers ({type(error).__name__}: {one_line(error)}); {_REMEDY}"
             ) from None
         if size > MOST_BYTES:
             raise BadInput(f"{what}: {size / 1e9:.1f} GB are too much to be sent to each worker; {_REMEDY}")

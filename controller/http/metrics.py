@@ -25,7 +25,7 @@ from typing import Any
 
 from vescale_ray.controller.http.exposition import exposition
 from vescale_ray.controller.state.snapshot import Snapshot
-from vescale_ray.errors import BadInput
+from vescale_ray.errors import BadInput, one_line
 from vescale_ray.runfolder import plain
 
 MAX_BODY = 65536
@@ -181,18 +181,18 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if path == "/metrics":
             if self.known is not None and not self.known.wait(KNOWN_S):
-                return self._json(503, {"error": "the controller was restarted and reads its books; ask again in a few seconds"})
+                return self._json(503, {"error": "the controller was restarted and reads its run's files; ask again in a few seconds"})
             try:
                 body, content_type = self.exposition(self.snapshot(), self.headers.get("Accept", ""))
             except Exception as error:
-                return self._json(500, {"error": f"no snapshot: {_one_line(error)}"})
+                return self._json(500, {"error": f"no snapshot: {one_line(error) or type(error).__name__}"})
             self._send(200, body, content_type)
             return self.scrapes.came(time.monotonic(), f"{self.client_address[0]} {self.headers.get('User-Agent', '')[:100]}")
         if path == "/status":
             try:
                 return self._json(200, self.snapshot().to_json())
             except Exception as error:
-                return self._json(500, {"error": f"no snapshot: {_one_line(error)}"})
+                return self._json(500, {"error": f"no snapshot: {one_line(error) or type(error).__name__}"})
         return self._json(404, {"error": f"{path}: there are /metrics, /status, and POST /stop and /rescale"})
 
     def do_POST(self) -> None:
@@ -208,9 +208,9 @@ class _Handler(BaseHTTPRequestHandler):
             body = self._body(action)
             return self._json(200, plain(type(self).control(action, body) or {}))  # type: ignore[misc]
         except ValueError as error:
-            return self._json(400, {"error": _one_line(error)})
+            return self._json(400, {"error": one_line(error)})
         except Exception as error:
-            return self._json(500, {"error": f"{type(error).__name__}: {_one_line(error)}"})
+            return self._json(500, {"error": f"{type(error).__name__}: {one_line(error)}"})
 
     def _body(self, action: str) -> dict[str, Any]:
         length = self.headers.get("Content-Length", "0")
@@ -246,7 +246,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing, because scrapes come every few seconds."""
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

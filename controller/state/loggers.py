@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.state.run_stats import evaluated_sets
+from vescale_ray.errors import one_line
 
 MOST_WAITING = 10_000
 """Most entries that wait for slow loggers. Beyond that, new ones are left out."""
@@ -151,7 +152,7 @@ class Loggers:
             call(*arguments)
         except Exception as error:
             self._open.pop(name, None)
-            why = " ".join(str(error).split()) or type(error).__name__
+            why = one_line(error) or type(error).__name__
             self._problems.put(f"{name}: no more figures are logged ({why}); training goes on, and metrics.jsonl has all of them")
 
 

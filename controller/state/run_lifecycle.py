@@ -15,6 +15,7 @@ from vescale_ray.controller.state.publisher import Observed, Publisher
 from vescale_ray.controller.state.run_log import RunLog
 from vescale_ray.controller.state.run_stats import evaluated_sets
 from vescale_ray.controller.worker_group.worker_news import SupervisorLost
+from vescale_ray.errors import one_line
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Origin
 
@@ -70,7 +71,7 @@ def outcome_of(conduct: Callable[[], Outcome], log: RunLog, publisher: Publisher
         return conduct()
     except Exception as error:
         _log.exception("the run failed")
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        text = f"{type(error).__name__}: {one_line(error)}"
         log.record("run_failed", error=text)
         enter(log, publisher, RunState.FAILED)
         return Outcome("FAILED", log.stats.step, text, log.stats.checkpoints.path, orphaned=isinstance(error, SupervisorLost))

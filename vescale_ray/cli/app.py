@@ -25,7 +25,7 @@ from vescale_ray.cli.export_commands import dash, export
 from vescale_ray.cli.init_command import init
 from vescale_ray.cli.kubernetes_commands import k8s
 from vescale_ray.cli.plan_command import plan
-from vescale_ray.errors import BadInput
+from vescale_ray.errors import BadInput, one_line
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if debug:
             traceback.print_exc()
-        return _fail(_one_line(error) + ("" if debug else _hint(error)), BAD_INPUT if _is_bad_input(error) else FAILED)
+        return _fail(_error_line(error) + ("" if debug else _hint(error)), BAD_INPUT if _is_bad_input(error) else FAILED)
 
 
 def _fail(message: str, code: int) -> int:
@@ -68,13 +68,13 @@ def _log(line: str, *, err: bool = False) -> None:
         click.echo(line, err=err)
 
 
-def _one_line(error: BaseException) -> str:
+def _error_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         # The words of a system or store error are enough; its class and number add nothing.
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
-        text = " ".join(str(error).split())
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)  # a terminal would obey control characters in names
+        text = str(error)
+    text = one_line(text)  # a terminal would obey control characters in names
     return text if _is_expected(error) and text else f"{type(error).__name__}: {text}"
 
 
@@ -179,12 +179,12 @@ def _train(config: RunConfig, schedule: Sequence[ScheduledAction] = ()) -> tuple
     except ModuleNotFoundError:
         _log("no picture: matplotlib is not installed (pip install 'vescale-ray[plots]')", err=True)
     except Exception as error:
-        warn(f"no picture: {_one_line(error)}")
+        warn(f"no picture: {_error_line(error)}")
     try:
         summary = report.summarize(folder)
         table = report.table(folder, summary)
     except Exception as error:  # The run is done even if its report fails; Kubernetes would restart a run that counts as failed.
-        warn(f"all {result.step} steps are done, but there is no report: {_one_line(error)}")
+        warn(f"all {result.step} steps are done, but there is no report: {_error_line(error)}")
         return OK, None
     _log("\n" + table)
     return OK, summary
@@ -217,8 +217,6 @@ def status(run_folder: str | None, as_json: bool) -> int:
     if note is not None:
         click.echo(note)
         if merged.get("error"):
-            from vescale_ray.event_words import one_line
-
             click.echo(f"error: {one_line(merged['error'])}")
         return OK
     from vescale_ray.event_words import loss_words
@@ -340,8 +338,8 @@ def ls(runs: str, as_json: bool) -> int:
         try:
             state = folder.read_state() or {}
         except (RunFolderError, OSError) as error:  # a damaged run must not hide the others
-            state = {"state": "UNREADABLE", "error": _one_line(error)}
-            code = _fail(_one_line(error), FAILED)
+            state = {"state": "UNREADABLE", "error": _error_line(error)}
+            code = _fail(_error_line(error), FAILED)
         if as_json:
             click.echo(json.dumps({"folder": str(folder.path), **state}))
             continue

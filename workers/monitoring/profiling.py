@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vescale_ray.errors import one_line
 from vescale_ray.workers.messages import Happened, Item, Noticed, Ticket
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class StepProfiler:
 
             with suppress(Exception):
                 record_memory_history(enabled=None)
-        why = " ".join(str(error).split()) or type(error).__name__
+        why = one_line(error) or type(error).__name__
         self._publish(Noticed(ticket, f"train.profile: rank {rank} has no profile ({why}); training goes on"))
 
 
