@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.controller.recorded import Recorded, recorded
 from tests.controller.runs import tiny
 from tests.controller.stage import WorkerGroup
 from vescale_ray.controller.driver import local_ray
@@ -39,3 +40,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     real = time.monotonic
     monkeypatch.setattr(WorkerGroup, "newest", None)
     monkeypatch.setattr(time, "monotonic", lambda: real() if WorkerGroup.newest is None else WorkerGroup.newest.now)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Recorded:
+    return recorded(tmp_path)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.controller.runs import tiny
 from vescale_ray.config import RunConfig
+from vescale_ray.controller.checkpointing.committer import SaveResult
+from vescale_ray.controller.checkpointing.coordinator import Unanswered
 from vescale_ray.controller.failures.budget import Budget, Limits
 from vescale_ray.controller.protocol import RunState, StateSource, World
+from vescale_ray.controller.state.checkpoint_stats import saved_event
 from vescale_ray.controller.state.durable_state import DurableState, LaunchedGeneration
 from vescale_ray.controller.state.generation_log import GenerationLog
 from vescale_ray.controller.state.loggers import Loggers
@@ -18,7 +23,7 @@ from vescale_ray.controller.state.run_log import RunLog
 from vescale_ray.controller.state.run_stats import RunStats
 from vescale_ray.controller.state.snapshot import Snapshot
 from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.messages import Origin, Stepped
+from vescale_ray.workers.messages import Origin, Stepped, StepRecord, Ticket
 
 FRESH = StateSource(Origin.FRESH, 0)
 
@@ -86,3 +91,30 @@ class Recorded:
 
 def recorded(folder: Path, name: str = "books", **about: Any) -> Recorded:
     return Recorded(tiny(folder, name), **about)
+
+
+def stepped(world: World, index: int, ended: float, seconds: float = 0.5, alone: float = 0.0) -> Stepped:
+    ids = tuple(range(index * 12, index * 12 + 12))
+    generation = world.ticket.generation
+    about = (world.size, generation, (1, 2))
+    record = StepRecord(index, 2.0 - index / 100, 192, ids, 1.0, 1e-3, seconds, 0, *about, alone_seconds=alone)
+    return Stepped(world.ticket, record, ended)
+
+
+def generation(number: int, step: int, *members: str, origin: Origin = Origin.MEMORY, lender: Any = None) -> World:
+    return World(Ticket(number, 1), members, StateSource(origin, step, lender=lender))
+
+
+def saved(run: Recorded, result: SaveResult) -> None:
+    name, about = saved_event(result, run.stats.ended(result.step))
+    run.log.record(name, **about)
+
+
+def answered(ask: Callable[[], Any], each_round: Callable[[], None] = lambda: None) -> Any:
+    """The answer to a question that is asked again in each round of a loop."""
+    while True:
+        try:
+            return ask()
+        except Unanswered:
+            each_round()
+            time.sleep(0.02)

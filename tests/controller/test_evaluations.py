@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.controller.recorded import Recorded, recorded
-from tests.controller.test_books import generation, stepped
+from tests.controller.recorded import Recorded, generation, recorded, stepped
 from vescale_ray.config import load_config
 from vescale_ray.config.sections import ConfigError
 from vescale_ray.controller.http.exposition import exposition

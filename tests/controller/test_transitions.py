@@ -1,4 +1,4 @@
-"""Transitions as functions: the actions that follow from a state and observations. And runs of simulated workers under random faults."""
+"""The table of states; transitions as functions: the actions that follow from a state and observations; and simulated runs under faults."""
 
 from __future__ import annotations
 
@@ -20,14 +20,37 @@ from vescale_ray.controller.checkpointing.committer import SaveResult
 from vescale_ray.controller.controller import Controller
 from vescale_ray.controller.failures.budget import Cause
 from vescale_ray.controller.policy import CommittedCheckpoint
-from vescale_ray.controller.protocol import Ending, Event, Outcome, Places, RunState, StateSource
+from vescale_ray.controller.protocol import FINAL, TRANSITIONS, Ending, Event, Outcome, Places, RunState, StateSource, check_transition
 from vescale_ray.controller.scaling.autoscaling import PLACE_S
 from vescale_ray.controller.scaling.capacity import Free
+from vescale_ray.controller.state import snapshot
 from vescale_ray.controller.state.run_lifecycle import outcome_of
 from vescale_ray.controller.worker_group.worker_news import Lost, News, SupervisorLost
 from vescale_ray.workers.messages import RESCALE, STOP, FaultKind, Origin, WorkerFault, WorkerPhase
 
 pytestmark = pytest.mark.usefixtures("clock")
+
+
+def test_every_state_can_be_reached_and_leads_to_an_end() -> None:
+    def reach(state: RunState) -> set[RunState]:
+        seen = {state}
+        while new := {after for one in seen for after in TRANSITIONS[one]} - seen:
+            seen |= new
+        return seen
+
+    assert reach(RunState.PENDING) == set(RunState)
+    assert all(reach(state) & FINAL for state in RunState)
+    assert all(RunState.FAILED in TRANSITIONS[state] for state in set(RunState) - FINAL)
+    assert all(not TRANSITIONS[state] for state in FINAL)
+    assert tuple(RunState) == snapshot.STATES
+
+
+def test_transition_outside_the_table_names_the_allowed_states() -> None:
+    assert check_transition(RunState.RUNNING, RunState.RESCALING) is RunState.RESCALING
+    with pytest.raises(ValueError, match="RUNNING can't become PENDING; allowed: CHECKPOINTING, FAILED"):
+        check_transition(RunState.RUNNING, RunState.PENDING)
+    with pytest.raises(ValueError, match="DONE can't become RUNNING; allowed: nothing"):
+        check_transition(RunState.DONE, RunState.RUNNING)
 
 
 def training(folder: Path, workers: str = "ab", **about: Any) -> Stage:

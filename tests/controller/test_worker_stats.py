@@ -5,21 +5,14 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.controller.recorded import Recorded, recorded
-from tests.controller.test_books import generation, stepped
+from tests.controller.recorded import Recorded, generation, stepped
 from vescale_ray.controller.http.exposition import families
 from vescale_ray.controller.state.worker_stats import WorkerStats
 from vescale_ray.workers.messages import Filled, Origin, Stepped, Usage
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Recorded:
-    return recorded(tmp_path)
 
 
 def usage(waited: float, parameters: int = 100, **more: Any) -> Usage:
