@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from vescale_ray.config import ConfigError, RunConfig, load_config, parse_config, sections
+from vescale_ray.config.peers import OURS
 from vescale_ray.config.reference import reference
 from vescale_ray.planner.request import choose
 
@@ -178,8 +179,35 @@ def test_mistyped_key_gets_the_nearest_right_one(typo: str, right: str, tmp_path
             load_config(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("train.learning_rate", "train.lr"),
+        ("train.batch_size", "train.slot_batch"),
+        ("per_device_train_batch_size", "train.slot_batch"),
+        ("train.gradient_accumulation_steps", "train.slots (sequences of a step are train.slots * train.slot_batch)"),
+        ("num_train_epochs", "train.steps (`vescale-ray data inspect` tells the epochs)"),
+        ("training.max_norm", "train.grad_clip"),
+        ("optimizer.name", "train.optimizer"),
+        ("model.name", "model.hf"),
+        ("base_model", "model.hf"),
+        ("lora_r", "model.lora.rank"),
+        ("checkpoint.interval", "checkpoint.every"),
+        ("data.max_seq_length", "data.seq_len"),
+    ],
+)
+def test_key_of_another_trainer_gets_ours(name: str, ours: str) -> None:
+    assert refusal(f"{name}=1") == f"unknown key {name}: did you mean {ours}?"
+
+
+def test_keys_of_other_trainers_are_none_of_ours() -> None:
+    known = {f"{name}.{key}" for name, section in sections() for key in section.model_fields}
+    for name, ours in OURS.items():
+        key = ours.partition(" ")[0].partition("=")[0]
+        assert name not in known and (key in known or key.rpartition(".")[0] in known), name
+
+
 def test_key_without_a_near_match_gets_the_known_keys() -> None:
-    assert refusal("checkpoint.interval=1").startswith("unknown key checkpoint.interval: "), "the keys, or a guess"
     assert refusal("zzz=1") == "unknown key zzz: the sections are run, model, data, train, elastic, checkpoint, ray, metrics"
     assert refusal("ray.zzz=1") == "unknown key ray.zzz: ray has address, num_cpus, object_store_mb, cpus_per_worker, gpus_per_worker"
     assert "train is a section" in refusal("train=3")

@@ -18,7 +18,8 @@ from vescale_ray.config.reading import read_config
         ("run: {name: 2026-01-01}", "run.name = 2026-01-01: give a text, in quotes"),
         ("run: {name: [a]}", r"run.name = \['a'\]: give a text$"),
         ("model: {lora: {lora_alpha: 8}}", r"unknown key model.lora.lora_alpha: did you mean model.lora.alpha\?"),
-        ("model: {lora: {r: 8}}", "unknown key model.lora.r: model.lora has rank, alpha, dropout, targets"),
+        ("model: {lora: {r: 8}}", r"unknown key model.lora.r: did you mean model.lora.rank\?"),
+        ("model: {lora: {bias: none}}", "unknown key model.lora.bias: model.lora has rank, alpha, dropout, targets"),
         ("train: {profile: {step: 1, rank: 0}}", r"unknown key train.profile.rank: did you mean train.profile.ranks\?"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
+from vescale_ray.config.peers import our_key
 from vescale_ray.config.sections import ConfigError
 
 
@@ -22,8 +23,10 @@ def describe(error: ErrorDetails, beside: Sequence[str] = ()) -> str:
         return f"{key} must be given"
     if error["type"] == "extra_forbidden" and beside:
         section, _, name = key.rpartition(".")
-        near = difflib.get_close_matches(name, beside, n=1)
-        return f"unknown key {key}: " + (f"did you mean {section}.{near[0]}?" if near else f"{section} has {', '.join(beside)}")
+        near = [section + "." + one for one in difflib.get_close_matches(name, beside, n=1)]
+        ours = our_key(key)
+        near = [ours] if ours is not None and ours.startswith(f"{section}.") else near
+        return f"unknown key {key}: " + (f"did you mean {near[0]}?" if near else f"{section} has {', '.join(beside)}")
     return f"{key} = {shown(error['input'])}: {_remedy(error, inner)}"
 
 

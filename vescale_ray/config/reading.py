@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from vescale_ray.config.mistakes import describe, shown
+from vescale_ray.config.peers import our_key
 from vescale_ray.config.run_config import RunConfig
 from vescale_ray.config.sections import ConfigError
 
@@ -190,8 +191,11 @@ def _check_keys(tree: Mapping[str, Any], known: Mapping[str, FieldInfo]) -> None
 
 
 def _unknown(key: str, known: Mapping[str, FieldInfo]) -> str:
-    """Return one line for an unknown key, with the nearest known one: by its last word here or elsewhere, or as a whole."""
+    """Return one line for an unknown key, with the one that other trainers call so, or the nearest: by its last word here or elsewhere, or
+    as a whole."""
     section, _, leaf = key.rpartition(".")
+    if ours := our_key(key):
+        return f"unknown key {key}: did you mean {ours}?"
     siblings = [other for other in known if other.startswith(f"{section}.")]
     elsewhere = [other for other in known if other.rpartition(".")[2] == leaf]
     near_leaf = difflib.get_close_matches(leaf, [other.rpartition(".")[2] for other in siblings], n=1, cutoff=0.6)

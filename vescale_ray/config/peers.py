@@ -1,0 +1,82 @@
+"""Names of keys in the job files of other trainers: torchtitan, transformers' TrainingArguments, axolotl, nanoGPT."""
+
+from __future__ import annotations
+
+_NAMES = {
+    "model.hf": "base_model model_name model_name_or_path model_path hf_assets_path pretrained_model_name_or_path model.name model.flavor",
+    "model.dim": "hidden_size n_embd d_model",
+    "model.layers": "num_layers num_hidden_layers n_layer n_layers",
+    "model.heads": "num_attention_heads num_heads n_head n_heads",
+    "model.kv_heads": "num_key_value_heads n_kv_heads num_query_groups",
+    "model.ffn": "intermediate_size ffn_hidden_size",
+    "model.lora": "adapter peft peft_config lora_config",
+    "model.lora.rank": "lora_r lora_rank r",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.dropout": "lora_dropout",
+    "model.lora.targets": "lora_target_modules lora_target_linear target_modules",
+    "data.corpus": "dataset dataset_path dataset_name data_path data_dir data_files train_file train_data train_data_path",
+    "data.mixture": "datasets data_blend data_mixture",
+    "data.eval": "eval_dataset eval_file test_datasets validation_file val_data eval_data",
+    "data.heldout": "val_set_size validation_split eval_split test_size",
+    "data.eval_samples": "eval_iters max_eval_samples",
+    "data.column": "text_column dataset_text_field text_field text_key field",
+    "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_file tokenizer_config",
+    "data.seq_len": "block_size context_length cutoff_len max_length max_seq_len max_seq_length model_max_length sequence_len seq_length "
+    "sequence_length",
+    "data.vocab": "vocab_size padded_vocab_size",
+    "data.format=chat": "chat_template train_on_inputs train_on_prompt assistant_only_loss completion_only_loss",
+    "data.document_mask": "sample_packing packing reset_position_ids reset_attention_mask intra_document_masking",
+    "train.steps": "max_iters max_steps num_train_steps total_steps train_iters training_steps num_steps iterations",
+    "train.steps (`vescale-ray data inspect` tells the epochs)": "epochs max_epochs num_epochs num_train_epochs",
+    "train.slot_batch": "batch_size local_batch_size micro_batch_size microbatch_size per_device_train_batch_size per_device_batch_size "
+    "train_batch_size",
+    "train.slots (sequences of a step are train.slots * train.slot_batch)": "global_batch_size gradient_accumulation "
+    "gradient_accumulation_steps grad_accum grad_accum_steps accumulate_grad_batches",
+    "train.optimizer": "optim optimizer_name optimizer_type optimizer.name optimizer.type",
+    "train.optimizer_options": "optim_args optimizer_args",
+    "train.lr": "learning_rate max_lr peak_lr base_lr",
+    "train.schedule": "lr_scheduler lr_scheduler_type lr_schedule lr_decay_style scheduler scheduler_type",
+    "train.warmup_steps": "warmup warmup_iters warmup_ratio lr_warmup_steps lr_warmup_iters num_warmup_steps",
+    "train.decay_steps": "decay_ratio lr_decay_iters lr_decay_steps num_decay_steps",
+    "train.min_lr_ratio": "min_lr min_lr_factor lr_min min_lr_rate cosine_min_lr_ratio",
+    "train.betas": "adam_beta1 adam_beta2 beta1 beta2",
+    "train.eps": "adam_epsilon adam_eps epsilon",
+    "train.grad_clip": "clip_grad clip_grad_norm gradient_clipping gradient_clip_val max_grad_norm max_norm",
+    "train.param_dtype": "bf16 fp16 dtype torch_dtype mixed_precision mixed_precision_param precision tf32",
+    "train.reduce_dtype": "mixed_precision_reduce grad_reduce_dtype",
+    "train.quantize": "fp8 float8 quantization",
+    "train.sharding": "data_parallel_replicate_degree data_parallel_shard_degree dp_replicate dp_shard fsdp fsdp_config hsdp",
+    "train.zero_stage": "deepspeed sharding_strategy zero_optimization fsdp_sharding_strategy",
+    "train.expert_parallel": "ep expert_parallel_degree expert_parallel_size expert_model_parallel_size",
+    "train.offload": "cpu_offload fsdp_offload_params offload_params enable_cpu_offload",
+    "train.activation_checkpointing": "activation_checkpoint.mode ac_mode gradient_checkpointing recompute recompute_granularity",
+    "train.compile": "compile.enable torch_compile",
+    "train.eval_every": "eval_freq eval_interval eval_steps eval_strategy evaluation_strategy val_check_interval validation.freq",
+    "train.early_stop": "early_stopping early_stopping_patience",
+    "train.profile": "enable_profiling profile_freq profiler profiling",
+    "train.completions": "sample_prompts sample_every generate_every",
+    "elastic.workers": "nproc_per_node num_gpus num_processes world_size n_gpus devices",
+    "checkpoint.dir": "checkpoint.folder checkpoint_dir ckpt_dir save_dir",
+    "checkpoint.every": "checkpoint.interval ckpt_every save_every save_freq save_interval save_steps save_strategy",
+    "checkpoint.keep_last": "keep_latest_k keep_last_n save_total_limit max_checkpoints",
+    "checkpoint.keep_best": "load_best_model_at_end save_best",
+    "checkpoint.keep_metric": "metric_for_best_model monitor",
+    "checkpoint.resume": "auto_resume init_from resume_from resume_from_checkpoint",
+    "run.name": "experiment experiment_name exp_name run_name job_name",
+    "run.dir": "dump_folder logging_dir out_dir output_dir",
+    "run.seed": "data_seed random_seed",
+    "metrics.interval_s": "log_every log_freq log_interval logging_steps",
+    "metrics.tensorboard": "enable_tensorboard",
+    "metrics.wandb": "enable_wandb report_to use_wandb wandb wandb.mode wandb.project wandb_entity wandb_log wandb_mode wandb_name "
+    "wandb_project wandb_run_name",
+}
+
+
+OURS = {name: ours for ours, names in _NAMES.items() for name in names.split()}
+"""The key of this project, by the name of another's: with its section where it means something else in others."""
+
+
+def our_key(key: str) -> str | None:
+    """Return the key of this project that means what ``key`` means in another trainer."""
+    section_and_name = ".".join(key.split(".")[-2:])
+    return OURS.get(section_and_name) or OURS.get(key.rpartition(".")[2])
