@@ -137,6 +137,17 @@ def endless(dataset: Any) -> Iterator[str]:
             )
 
 
+def left_out(dataset: Any) -> Iterator[str]:
+    """Warn of texts that are null, and of rows that are left out since they have no answer."""
+    for name, source in _sources(dataset).items():
+        told = source.describe()
+        if nulls := told.get("documents_without_text"):
+            yield f"{name}: {nulls:,} of {told['documents']:,} documents are null, and count as empty ones"
+        if rows := told.get("rows_without_answer"):
+            other = f" of the role assistant, but messages of {told['other_roles']}" if "other_roles" in told else ""
+            yield f"{name}: {rows:,} of {told['documents']:,} rows are left out, since they have no answer{other}"
+
+
 def refuse_bytes(hf: str) -> None:
     """Refuse text as bytes if the model has weights, which were trained with other tokens."""
     from vescale_ray.models.hf import open_folder

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vescale_ray.config import VOCAB, RunConfig
 from vescale_ray.config.given import CORPUS, FACTORY
-from vescale_ray.controller.driver.data_checks import check_tokenizer, endless, foreign_tokens, open_data, scarce
+from vescale_ray.controller.driver.data_checks import check_tokenizer, endless, foreign_tokens, left_out, open_data, scarce
 from vescale_ray.controller.driver.local_ray import address_of, knock
 from vescale_ray.controller.driver.model_checks import check_causal, check_document_mask, check_factory, check_loss, check_vocabulary
 from vescale_ray.controller.driver.resumption import changes_since, check_same_base, check_same_stream, choose_commit
@@ -101,7 +101,8 @@ def foresee(config: RunConfig) -> Foreseen:
     dataset, _ = open_data(config)
     if (shown := config.train.completions) is not None:
         encoded_prompts(shown.prompts, config.data.tokenizer, dataset.unit, dataset.vocab)
-    warnings += (*scarce(dataset, config), *endless(dataset), *foreign_tokens(dataset, config.data.tokenizer))
+    tokenizer = config.data.tokenizer
+    warnings += (*scarce(dataset, config), *left_out(dataset), *endless(dataset), *foreign_tokens(dataset, tokenizer))
     if config.data.vocab is None and dataset.vocab != VOCAB:  # the tokenizer's; a worker builds its model without looking at the data
         config = config.model_copy(update={"data": config.data.model_copy(update={"vocab": dataset.vocab})})
     return Foreseen(config, stream_of(config, dataset), _expected(config), dataset.bytes_per_token, warnings)

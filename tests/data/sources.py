@@ -59,7 +59,7 @@ def write_ipc(path: Path, column: pa.Array, rows: int = 50, stream: bool = False
     return path
 
 
-def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
+def write_jsonl(path: Path, texts: Sequence[str | None]) -> Path:
     path.write_text("".join(json.dumps({"n": n, "text": text}, ensure_ascii=n % 2 == 0) + "\n" for n, text in enumerate(texts)))
     return path
 

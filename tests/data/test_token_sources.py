@@ -65,6 +65,48 @@ def test_null_rows_are_empty_and_fixed_rows_work(tmp_path: Path) -> None:
     assert samples(dataset(str(tmp_path))) == windows_of([fixed.flatten().to_pylist()], 64, 8)
 
 
+def test_files_of_alike_types_are_read_together(tmp_path: Path) -> None:
+    rows = random_rows(np.random.default_rng(0), 90)
+    kinds = (pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint16()))
+    for number, kind in enumerate(kinds):
+        write_parquet(tmp_path / f"{number}.parquet", pa.array(rows[number::3], kind))
+    parts = [ended(rows[number::3], None) for number in range(3)]
+    assert samples(dataset(str(tmp_path))) == windows_of(parts, 64, 8)
+    texts, folder = random_texts(np.random.default_rng(0), 60), tmp_path / "text"
+    folder.mkdir()
+    for number, text in enumerate((pa.string(), pa.large_string(), pa.binary())):
+        write_parquet(folder / f"{number}.parquet", pa.array(texts[number::3], text))
+    parts = [ended(as_bytes(texts[number::3]), 0) for number in range(3)]
+    assert samples(dataset(str(folder))) == windows_of(parts, 64, 8)
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for number, dtype in enumerate((np.uint16, np.int64)):
+        np.save(flat / f"{number}.npy", np.arange(50, dtype=dtype))
+    assert samples(dataset(str(flat))) == windows_of([list(range(50))], 64, 8) * 2
+
+
+def test_null_texts_are_empty_in_each_format(tmp_path: Path) -> None:
+    texts = ["one two three", None, "", "four five six seven"] * 3
+    write_parquet(tmp_path / "a.parquet", pa.array(texts))
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    for path in (tmp_path / "a.parquet", tmp_path / "a.jsonl"):
+        made = dataset(str(path), end_token=0)
+        assert samples(made) == windows_of([ended(as_bytes([text or "" for text in texts]), 0)], 64, 8)
+        assert (made.describe()["documents"], made.describe()["documents_without_text"]) == (12, 3)
+
+
+@pytest.mark.parametrize("pattern", ["*.npy", "part-?.npy", "**/*.npy"])
+def test_globs_below_folders_with_brackets_are_read(pattern: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run [2024] *final*" / "tokens"
+    folder.mkdir(parents=True)
+    (tmp_path / "run 2").mkdir()
+    np.save(folder / "part-1.npy", np.arange(50, dtype=np.uint16))
+    np.save(tmp_path / "run 2" / "part-1.npy", np.arange(50, dtype=np.uint16))
+    assert [(file.path, file.name) for file in find_files(f"{folder}/{pattern}")] == [(f"{folder}/part-1.npy", "part-1.npy")]
+    assert len(samples(dataset(f"{folder}/{pattern}"))) == 6
+    assert [file.name for file in find_files(f"{tmp_path}/run [2]/*.npy")] == ["run 2/part-1.npy"]
+
+
 @pytest.mark.parametrize(
     "rows", [[[1, 2, 7], [3, 7], [7]], [[7, 1, 2], [], [7, 3]], [[1, 7, 2], [3], [4, 7, 5]]], ids=["last", "first", "any"]
 )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vescale_ray.data.preparation import PreparedFile
 
 COLUMNS = (
-    *("files", "documents", "rows_without_answer", "tokens", "answer_tokens", "answers_with_end"),
+    *("files", "documents", "documents_without_text", "rows_without_answer", "tokens", "answer_tokens", "answers_with_end"),
     *("blocks", "samples", "heldout_samples"),
 )
 SHOWN = 400

@@ -71,15 +71,17 @@ class BlockDataset:
     ) -> None:
         self.end_token = end_token
         self.files, self._name, self.seq_len, self._vocab, self._window, self._keys = files, name, seq_len, vocab, window, keys
-        other = next((file for file in files if file.kind != files[0].kind), None)
+        other = next((file for file in files if file.unit != files[0].unit), None)
         if other is not None:
             raise BadInput(
                 f"data.corpus = {name}: {files[0].file.url} holds {files[0].kind}, but {other.file.url} holds {other.kind}; "
-                "give files of one type"
+                "give files of text, or files of token ids"
             )
-        if self.masked and not self._answers()["answer_tokens"]:
+        if self.masked and not (told := self._answers())["answer_tokens"]:
+            roles = f", but messages of {told['other_roles']}" if "other_roles" in told else ""
             raise BadInput(
-                f"data.corpus = {name}: no row has an answer to learn; give rows with a completion, or a message of the assistant"
+                f"data.corpus = {name}: no row has an answer to learn{roles}; give rows with a completion, or a message of the role "
+                "assistant"
             )
         self._blocks = [block for block in _blocks(files, least) if (_tokens(files, block) - 1) // seq_len >= 1]
         samples = np.array([(_tokens(files, block) - 1) // seq_len for block in self._blocks], dtype=np.int64)
@@ -95,7 +97,7 @@ class BlockDataset:
             raise BadInput(f"data.corpus = {name}: all {documents} documents are empty; give data with text in it")
         self._training = np.diff(np.minimum(self._starts, self.num_samples))
         self._training = self._training[self._training > 0]
-        self._sizes = [_tokens(files, block) * files[0].itemsize for block in self._blocks]
+        self._sizes = [_tokens(files, block) * max(files[file].itemsize for file, _ in block) for block in self._blocks]
         self.needed = sum(sorted(self._sizes, reverse=True)[: 2 * window])
         self.reserve(0)
         self._ahead_of: BlockOrder | None = None
@@ -182,6 +184,7 @@ class BlockDataset:
             "samples": self.num_samples,
             "heldout_samples": self._heldout,
             "sha256": self._digest(),
+            **({"documents_without_text": nulls} if (nulls := sum(file.nulls for file in self.files)) else {}),
             **self._answers(),
         }
 
@@ -190,10 +193,12 @@ class BlockDataset:
         return {**self._keys, "data.corpus": self._digest(), "data.shuffle_blocks": self._window}
 
     def _answers(self) -> dict[str, str | int | None]:
-        """Numbers of targets, of rows without any, and of answers with an end, if not all tokens are targets."""
+        """Numbers of targets, of rows without any, and of answers with an end, if not all tokens are targets, and foreign roles."""
         known = [file.answers for file in self.files if file.answers is not None]
         names = ("answer_tokens", "rows_without_answer", "answers_with_end")
-        return {name: sum(counts[place] for counts in known) for place, name in enumerate(names)} if known else {}
+        told: dict[str, str | int | None] = {name: sum(counts[place] for counts in known) for place, name in enumerate(names) if known}
+        roles = sorted(set().union(*(file.foreign_roles for file in self.files)))
+        return {**told, "other_roles": ", ".join(roles[:8])} if roles else told
 
     def _digest(self) -> str:
         """Hash of every file's name, content and parts."""

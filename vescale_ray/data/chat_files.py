@@ -17,6 +17,7 @@ from vescale_ray.data.files import DataFile
 from vescale_ray.errors import BadInput
 
 FIELDS = ("messages", "prompt", "completion", "tools")
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
 class _ChatFile(DocumentFile):
@@ -26,6 +27,7 @@ class _ChatFile(DocumentFile):
 
     def __init__(self, *about: Any) -> None:
         self._answers: dict[int, tuple[int, int, int]] = {}
+        self.foreign_roles = set[str]()
         super().__init__(*about)
         self.kind = "chat"
 
@@ -42,6 +44,8 @@ class _ChatFile(DocumentFile):
     def _json(self, record: Mapping[str, Any], where: str) -> str | None:
         try:
             row = normalized(record)
+            if row is None:
+                self.foreign_roles |= {one["role"] for one in record.get("messages") or ()} - _ROLES
             return None if row is None else json.dumps(row)
         except (TypeError, ValueError) as error:
             raise BadInput(f"{self.file.url}: {where}: {error}") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ class DocumentFile(ABC):
     """A file in parts of documents; see :class:`vescale_ray.data.token_files.TokenFile`. Subclasses set ``counts`` and ``fingerprint``."""
 
     joins = True
+    foreign_roles: Set[str] = frozenset()
     counts: Ids
     fingerprint: bytes
     kind: str
@@ -42,12 +43,16 @@ class DocumentFile(ABC):
     def __init__(self, file: DataFile, encoder: Encoder) -> None:
         self.file, self.encoder = file, encoder
         self.itemsize, self.unit = int(np.dtype(encoder.dtype).itemsize), encoder.unit
-        self._seen: dict[int, tuple[int, int]] = {}
-        """Documents that end in each part read so far, and bytes of the text that a tokenizer has read in it."""
+        self._seen: dict[int, tuple[int, int, int]] = {}
+        """Of each part read so far: documents that end in it, bytes of the text that a tokenizer has read, and nulls in place of text."""
 
     @property
     def text_bytes(self) -> int:
-        return sum(size for _, size in self._seen.values())
+        return sum(size for _, size, _ in self._seen.values())
+
+    @property
+    def nulls(self) -> int:
+        return sum(nulls for _, _, nulls in self._seen.values())
 
     @property
     def answers(self) -> tuple[int, int, int] | None:
@@ -56,7 +61,7 @@ class DocumentFile(ABC):
     @property
     def count(self) -> int:
         """Number of documents."""
-        return sum(ended for ended, _ in self._seen.values())
+        return sum(ended for ended, _, _ in self._seen.values())
 
     @abstractmethod
     def documents(self, part: int) -> Sequence[pa.Array]:
@@ -89,7 +94,8 @@ class DocumentFile(ABC):
         encoded = []
         if part not in self._seen:
             size = sum(pc.sum(pc.binary_length(one)).as_py() or 0 for one in arrays) if self.unit == "tokenizer" else 0
-            self._seen[part] = sum(map(len, arrays)) if self.ends(part) else 0, size
+            nulls = sum(one.null_count for one in arrays) if self.unit in ("bytes", "tokenizer") else 0
+            self._seen[part] = sum(map(len, arrays)) if self.ends(part) else 0, size, nulls
         for documents in arrays:
             try:
                 encoded.append(self.encoder.encode(documents, ends=self.ends(part)))
@@ -303,9 +309,8 @@ class JsonLinesFile(LinesFile):
             fields = ", ".join(list(record)[:20])
             raise BadInput(f"data.column = {self._column}: {self.file.url}: line {number} has no such field; it has {fields}{chat}")
         text = record[self._column]
-        if not isinstance(text, str):
-            told = {list: "list; write token ids as Parquet, .npy or .bin", type(None): "null; give a text, or leave the line out"}
-            kind = told.get(type(text), type(text).__name__)
+        if not isinstance(text, str | None):
+            kind = "list; write token ids as Parquet, .npy or .bin" if isinstance(text, list) else type(text).__name__
             raise BadInput(f"data.column = {self._column}: {self.file.url}: line {number}: the field is no text, but {kind}")
         return text
 

@@ -6,6 +6,7 @@ no state between reads and is safe in threads.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import io
 import mmap
@@ -186,9 +187,22 @@ def _entries(fs: Any, path: str) -> tuple[dict[str, Any], str]:
             return {path: fs.info(path)}, ""
         return fs.find(path, detail=True) or {path: {"type": "directory"}}, path.rstrip("/")
     if is_glob(path):
-        fixed = path[: min(path.index(sign) for sign in _GLOB if sign in path)]
-        return fs.glob(path, detail=True), fixed.rpartition("/")[0]
+        above = _named_folder(fs, path)
+        rest = path[len(above) :]
+        fixed = above + rest[: min((rest.index(sign) for sign in _GLOB if sign in rest), default=len(rest))]
+        return fs.glob(glob.escape(above) + rest, detail=True), fixed.rpartition("/")[0]
     return {}, ""
+
+
+def _named_folder(fs: Any, path: str) -> str:
+    """The longest start of a glob that is a folder of just that name, though it may have signs of a glob: ``data/[2024] web``."""
+    above, parts = "", path.split("/")[:-1]
+    for end in range(1, len(parts) + 1):
+        if is_glob(parts[end - 1]):
+            if not fs.isdir("/".join(parts[:end])):
+                break
+            above = "/".join(parts[:end])
+    return above
 
 
 def is_glob(path: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Set
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,11 +28,13 @@ class TokenFile(Protocol):
         itemsize: bytes of a token in memory.
         joins: whether a block may hold parts of several files.
         fingerprint: identifies the content, together with ``counts``.
-        kind: type of the content; all files of a data set have the same.
-        unit: what tokens are (:class:`vescale_ray.data.dataset.Dataset`).
+        kind: type of the content, for messages.
+        unit: what tokens are (:class:`vescale_ray.data.dataset.Dataset`); all files of a data set have the same.
         text_bytes: bytes of the text that a tokenizer has turned into the tokens; else 0.
         count: number of documents; None if the file does not tell.
+        nulls: texts that are null, which count as empty documents.
         answers: tokens that are targets, rows without any, and answers with an end; None if all tokens are targets.
+        foreign_roles: roles in rows without an answer that are none of OpenAI's.
     """
 
     file: DataFile
@@ -49,7 +52,13 @@ class TokenFile(Protocol):
     def count(self) -> int | None: ...
 
     @property
+    def nulls(self) -> int: ...
+
+    @property
     def answers(self) -> tuple[int, int, int] | None: ...
+
+    @property
+    def foreign_roles(self) -> Set[str]: ...
 
     def read(self, part: int) -> Tokens:
         """Return the tokens of a part. Safe in threads.
@@ -73,9 +82,10 @@ class FlatFile:
 
     joins = False
     unit = "ids"
-    text_bytes = 0
+    text_bytes = nulls = 0
     count = None
     answers = None
+    foreign_roles = frozenset[str]()
 
     def __init__(self, file: DataFile, dtype: Any, start: int, length: int, step: int, vocab: int, width: int = 1) -> None:
         self.file, self._dtype, self._start, self._step, self._vocab = file, np.dtype(dtype), start, step, vocab

@@ -1,0 +1,42 @@
+"""Documents that are null and rows without an answer begin the run with a warning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.chats import write_folder
+from tests.data.sources import write_jsonl
+from vescale_ray.config import parse_config
+from vescale_ray.controller.driver import preflight
+from vescale_ray.errors import BadInput
+
+
+def warned(path: Path, **data: Any) -> tuple[str, ...]:
+    tree = {"run": {"dir": str(path.parent)}, "data": {"corpus": str(path), "seq_len": 8, "heldout": 0.0, **data}}
+    return preflight.foresee(parse_config(tree)).warnings
+
+
+def test_null_documents_are_told(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["some text for a run"] * 30 + [None] * 2)
+    assert warned(path) == ("data.corpus: 2 of 32 documents are null, and count as empty ones",)
+
+
+def test_rows_without_an_answer_are_told_with_their_roles(tmp_path: Path) -> None:
+    write_folder(tmp_path / "model")
+    path, tokenizer = tmp_path / "a.jsonl", str(tmp_path / "model" / "tokenizer.json")
+
+    def rows(answer: str, count: int) -> str:
+        talk = [{"role": "user", "content": "a question for it"}, {"role": answer, "content": "an answer to that"}]
+        return f"{json.dumps({'messages': talk})}\n" * count
+
+    path.write_text(rows("assistant", 30) + rows("gpt", 2))
+    assert warned(path, format="chat", tokenizer=tokenizer) == (
+        "data.corpus: 2 of 32 rows are left out, since they have no answer of the role assistant, but messages of gpt",
+    )
+    path.write_text(rows("gpt", 3) + rows("human", 3))
+    with pytest.raises(BadInput, match="no row has an answer to learn, but messages of gpt, human; give rows with a completion"):
+        warned(path, format="chat", tokenizer=tokenizer)
