@@ -53,7 +53,7 @@ def set_forward(unit: nn.Module, config: RunConfig, compiler: UnitCompiler, *, a
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         forward = compiler.compiled(type(unit), unit.forward, in_pieces=True)
     if how != "none":
-        forward = _recomputed(forward, selective=how == "selective", whole=config.train.compile and bool(around))
+        forward = recomputed(forward, selective=how == "selective", whole=config.train.compile and bool(around))
     if config.train.compile and not around:
         # The recomputation is a part of the compiled graph.
         forward = compiler.compiled(type(unit), forward)
@@ -61,8 +61,11 @@ def set_forward(unit: nn.Module, config: RunConfig, compiler: UnitCompiler, *, a
         unit.forward = forward  # type: ignore[method-assign]
 
 
-def _recomputed(forward: Forward, *, selective: bool, whole: bool) -> Forward:
-    """``whole``: the recomputation does not stop early. That stop is an exception, which a compiled ``forward`` takes for a failure."""
+def recomputed(forward: Forward, *, selective: bool, whole: bool = False) -> Forward:
+    """Return the forward with its recomputation in backward.
+
+    ``whole``: the recomputation does not stop early. That stop is an exception, which a compiled ``forward`` takes for a failure.
+    """
     options: dict[str, Any] = {"context_fn": functools.partial(create_selective_checkpoint_contexts, KEPT)} if selective else {}
     if whole:
         options["early_stop"] = False

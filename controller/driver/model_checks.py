@@ -8,28 +8,92 @@ from typing import TYPE_CHECKING, Any
 
 from vescale_ray.config import VOCAB
 from vescale_ray.controller.protocol import RunRefused
+from vescale_ray.errors import BadInput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vescale_ray.config import RunConfig
 
+_TOKENS = 8
+"""Tokens of a forward on the meta device. State space models loop over them."""
 
-def check_causal(hf: str, model: Any) -> None:
-    """Refuse a model that reads the tokens that it is to predict."""
-    from vescale_ray.models.hf import sees_ahead
 
-    if sees_ahead(model):
-        key = '"is_decoder": true' if hasattr(model.config, "is_decoder") else '"use_bidirectional_attention": false'
-        raise RunRefused(
-            f"model.hf = {hf}: {type(model).__name__} is an encoder, whose attention reads the tokens that training predicts; give a "
-            f"causal model, or set {key} in its config.json"
-        )
+def _named(config: RunConfig) -> str:
+    return f"model.hf = {config.model.hf}" if config.model.hf is not None else f"model.factory = {config.model.factory}"
+
+
+def check_model(model: Any, config: RunConfig) -> None:
+    """Make the checks of a model that leave it as it is."""
+    check_causal(model, config)
+    check_forward(model, config)
+    if config.data.document_mask:
+        check_document_mask(model)
+    check_vocabulary(model, config)
+    if config.model.factory is not None:
+        check_factory(model, config)
+
+
+def check_causal(model: Any, config: RunConfig) -> None:
+    """Refuse a model of transformers that reads the tokens that it is to predict. The caller's own data set may have other targets."""
+    from vescale_ray.models.hf import is_hf
+    from vescale_ray.models.probes import causal_key
+
+    if not is_hf(model) or config.given.dataset is not None or (key := causal_key(model)) is None:
+        return
+    remedy = f", or set {key} in its {'config.json' if config.model.hf else 'configuration'}" if key else ""
+    raise RunRefused(
+        f"{_named(config)}: {type(model).__name__} is an encoder, whose attention reads the tokens that training predicts; give a causal "
+        f"model{remedy}"
+    )
+
+
+def check_forward(model: Any, config: RunConfig) -> None:
+    """Refuse a model whose forward fails on the meta device, as its sizes do not fit each other."""
+    from vescale_ray.models.hf import is_hf
+    from vescale_ray.models.probes import forward_fault
+
+    fault = forward_fault(model, min(_TOKENS, config.data.seq_len) if is_hf(model) else config.data.seq_len)
+    if fault is None:
+        return
+    if config.model.hf is None:
+        raise RunRefused(f"{_named(config)}: its forward fails with tokens (1, {config.data.seq_len}): {fault}; correct it")
+    sizes = model.config.get_text_config()
+    heads, pairs = (getattr(sizes, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(pairs, int) and pairs > 0 and heads % pairs:
+        fault = f"num_key_value_heads = {pairs} does not divide num_attention_heads = {heads}"
+    raise RunRefused(f"{_named(config)}: a forward of {type(model).__name__} fails ({fault}); correct its config.json")
+
+
+def check_selective(model: Any, config: RunConfig) -> None:
+    """Refuse ``train.activation_checkpointing: selective`` for a model that changes kept results in place. The model is not used further.
+
+    If forward and backward can't run on the meta device, nothing is known, and the first step tells it.
+    """
+    import torch
+
+    from vescale_ray.models.probes import without_masks
+    from vescale_ray.models.units import select_units
+    from vescale_ray.workers.unit_forward import kept_results, recomputed
+
+    model.to(torch.bfloat16)  # grouped matrix products take no other dtype on the meta device
+    for unit in select_units(model, config.model.units):
+        unit.forward = recomputed(unit.forward, selective=True)
+    tokens = torch.zeros(1, min(_TOKENS, config.data.seq_len), dtype=torch.int64, device="meta")
+    try:
+        with without_masks(model), torch.device("meta"), kept_results():
+            output = model(tokens)
+            (output if isinstance(output, torch.Tensor) else output.logits).float().sum().backward()
+    except BadInput:
+        raise
+    except Exception:
+        return
 
 
 def check_document_mask(model: Any) -> None:
     """Refuse ``data.document_mask`` for a model that takes no positions, or whose attention ignores them."""
-    from vescale_ray.models.hf import is_hf, masks_documents
+    from vescale_ray.models.hf import is_hf
+    from vescale_ray.models.probes import masks_documents
 
     kind = type(model).__name__
     if "position_ids" not in inspect.signature(model.forward).parameters:

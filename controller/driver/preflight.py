@@ -17,7 +17,7 @@ from vescale_ray.config import VOCAB, RunConfig
 from vescale_ray.config.given import CORPUS, FACTORY
 from vescale_ray.controller.driver.data_checks import check_tokenizer, endless, foreign_tokens, left_out, open_data, scarce
 from vescale_ray.controller.driver.local_ray import address_of, knock
-from vescale_ray.controller.driver.model_checks import check_causal, check_document_mask, check_factory, check_loss, check_vocabulary
+from vescale_ray.controller.driver.model_checks import check_loss, check_model, check_selective
 from vescale_ray.controller.driver.resumption import changes_since, check_same_base, check_same_stream, choose_commit
 from vescale_ray.controller.protocol import RunRefused, StateSource
 from vescale_ray.errors import BadInput, one_line
@@ -308,16 +308,13 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
         select_units(model, config.model.units)
         shared_experts(config, model)
         check_weights_of(config, model)
-        if config.model.hf is not None:
-            check_causal(config.model.hf, model)
-        if config.data.document_mask:
-            check_document_mask(model)
-        check_vocabulary(model, config)
+        check_model(model, config)
         routing = route_parameters(model, OptimizerConfig.of(config.train))
         check_options(OptimizerConfig.of(config.train))
         apply_quantization(config, model)
-        if config.model.factory is not None:
-            check_factory(model, config)
+        held = {name: tuple(p.shape) for name, p in model.named_parameters() if config.model.lora is None or is_adapter(name)}
+        if config.train.activation_checkpointing == "selective":
+            check_selective(model, config)
     except BadInput:
         raise
     except SystemExit as error:
@@ -325,8 +322,7 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
     except ValueError as error:
         raise RunRefused(one_line(error)) from None
     trained = {route.name: STATES[route.optimizer] for route in routing.routes}
-    held = ((name, p) for name, p in model.named_parameters() if config.model.lora is None or is_adapter(name))
-    return {name: _Expected(tuple(p.shape), trained.get(name, ())) for name, p in held}
+    return {name: _Expected(shape, trained.get(name, ())) for name, shape in held.items()}
 
 
 def _describe_model(config: RunConfig) -> None:

@@ -19,8 +19,10 @@ from tests.models.test_hf import configured, edit, refused
 from tests.ranks import run_threads
 from tests.workers.tiny import tiny
 from vescale_ray import checkpoint, fully_shard
+from vescale_ray.config import Given
 from vescale_ray.controller.driver import preflight
-from vescale_ray.models import hf
+from vescale_ray.errors import BadInput
+from vescale_ray.models import hf, probes
 from vescale_ray.models.units import select_units
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.initial_values import buffer_values, layout_of
@@ -143,7 +145,7 @@ def test_every_mistake_in_weights_has_a_remedy(tmp_path: Path) -> None:
 )
 def test_layers_with_states_do_not_keep_documents_apart(kind: str, sizes: dict[str, Any], kept: bool, tmp_path: Path) -> None:
     folder = hf_folders.write(tmp_path / "model", kind, **sizes)
-    assert hf.masks_documents(hf.build(hf.open_folder(folder))) is kept
+    assert probes.masks_documents(hf.build(hf.open_folder(folder))) is kept
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, use_cache=False).eval()
     tokens, positions = torch.arange(16)[None], torch.arange(8).repeat(2)[None]
     with torch.no_grad():
@@ -154,7 +156,7 @@ def test_layers_with_states_do_not_keep_documents_apart(kind: str, sizes: dict[s
 def test_a_model_with_images_keeps_no_cache(tmp_path: Path) -> None:
     """With one, attention would cross documents, and a recomputed layer would have its keys twice."""
     model = loaded(hf_folders.write(tmp_path / "model", "gemma3", **hf_folders.IMAGES), tmp_path)
-    assert hf.masks_documents(build_model(preflight.foresee(configured(tmp_path / "model", tmp_path)).config))
+    assert probes.masks_documents(build_model(preflight.foresee(configured(tmp_path / "model", tmp_path)).config))
     tokens, positions = torch.arange(16)[None], torch.arange(8).repeat(2)[None]
     with torch.no_grad():
         torch.testing.assert_close(model(tokens, position_ids=positions).logits[:, 8:], model(tokens[:, 8:]).logits, rtol=1e-5, atol=1e-5)
@@ -167,6 +169,73 @@ def test_a_model_with_images_keeps_no_cache(tmp_path: Path) -> None:
     for unit in select_units(model, "auto"):
         set_forward(unit, config, UnitCompiler(config))
     torch.testing.assert_close(gradient(), expected, rtol=0, atol=0)
+
+
+def test_encoders_without_mask_functions_are_refused(tmp_path: Path) -> None:
+    small = {"vocab_size": 160, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    sizes = {"vocab_size": 160, "n_layer": 1, "n_head": 2}
+    configs = {
+        "xlm": (transformers.XLMConfig(vocab_size=160, emb_dim=16, n_layers=1, n_heads=2), ', or set "causal": true in its config.json'),
+        "xlnet": (transformers.XLNetConfig(**sizes, d_model=16, d_inner=24), "give a causal model"),
+        "xmod": (transformers.XmodConfig(**small, default_language="en_XX"), ', or set "is_decoder": true in its config.json'),
+        "llama": (transformers.LlamaConfig(**small, is_causal=False), ', or set "is_causal": true in its config.json'),
+    }
+    for name, (config, remedy) in configs.items():
+        config.save_pretrained(tmp_path / name)
+        said = refused(tmp_path / name, tmp_path)
+        assert "is an encoder, whose attention reads the tokens that training predicts" in said and said.endswith(remedy)
+    for name in ("xlm", "xmod", "llama"):
+        edit(tmp_path / name, causal=True, is_decoder=True, is_causal=True)
+        preflight.foresee(configured(tmp_path / name, tmp_path))
+
+
+def encoder() -> Any:
+    return transformers.BertLMHeadModel(
+        transformers.BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=256)
+    )
+
+
+class Misfit(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = torch.nn.Embedding(256, 16), torch.nn.ModuleList([torch.nn.Linear(8, 256)])
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.layers[0](self.embed(tokens))
+
+
+class NeedsMask(Misfit):
+    def forward(self, tokens: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
+        return self.embed(tokens) * mask
+
+
+def test_an_encoder_of_a_factory_is_refused(tmp_path: Path) -> None:
+    config = tiny("stdlib", model_factory=f"{__name__}:encoder")
+    with pytest.raises(BadInput, match=r'BertLMHeadModel is an encoder, .* or set "is_decoder": true in its configuration$'):
+        preflight.foresee(config)
+    other = config.with_given(Given(dataset=[([1] * config.data.seq_len, [2] * config.data.seq_len)] * 20))  # targets of its own
+    preflight.foresee(other.model_copy(update={"data": other.data.model_copy(update={"vocab": 256})}).with_given(other.given))
+
+
+def test_forwards_that_fail_are_refused_before_a_worker(tmp_path: Path) -> None:
+    folder = hf_folders.write(tmp_path / "model", "llama", num_attention_heads=4, num_key_value_heads=3)
+    said = refused(folder, tmp_path)
+    assert said.endswith("fails (num_key_value_heads = 3 does not divide num_attention_heads = 4); correct its config.json")
+    transformers.XmodConfig(vocab_size=160, hidden_size=16, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path / "xmod")
+    assert "fails (ValueError: Input language unknown" in refused(tmp_path / "xmod", tmp_path)
+    for kind, words in ((Misfit, "same reduction dim"), (NeedsMask, "missing 1 required positional argument: 'mask'")):
+        with pytest.raises(BadInput, match=f"{kind.__name__}: its forward fails with tokens .*{words}.*; correct it$"):
+            preflight.foresee(tiny("stdlib", model_factory=f"{__name__}:{kind.__name__}"))
+
+
+def test_results_changed_in_place_are_refused_before_a_worker(tmp_path: Path) -> None:
+    for kind, kept in {"gpt_oss": False, "qwen3_moe": True, "llama": True}.items():
+        folder = hf_folders.write(tmp_path / kind, kind)
+        if kept:
+            preflight.foresee(configured(folder, tmp_path, train_activation_checkpointing="selective"))
+        else:
+            said = refused(folder, tmp_path, train_activation_checkpointing="selective")
+            assert said.startswith("train.activation_checkpointing = selective: a unit changes the result of a matrix product")
 
 
 def factory() -> Any:

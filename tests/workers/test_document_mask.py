@@ -19,7 +19,7 @@ from vescale_ray.config import ConfigError, RunConfig
 from vescale_ray.controller.driver import preflight
 from vescale_ray.errors import BadInput
 from vescale_ray.lr_schedule import lr_at
-from vescale_ray.models import hf
+from vescale_ray.models import hf, probes
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.workers.slot_batches import positions_in
 
@@ -55,7 +55,7 @@ IGNORING = ("gpt_oss",)
 @pytest.mark.parametrize("kind", list(hf_folders.ARCHITECTURES))
 def test_architectures_that_ignore_the_positions_are_known(tmp_path: Path, kind: str) -> None:
     model = hf.build(hf.open_folder(hf_folders.write(tmp_path, kind)))
-    assert hf.masks_documents(model) is (kind not in IGNORING)
+    assert probes.masks_documents(model) is (kind not in IGNORING)
 
 
 @pytest.mark.parametrize("kind", ["ours", *(kind for kind in hf_folders.ARCHITECTURES if kind not in IGNORING)])

@@ -6,12 +6,10 @@ A model is built on the meta device. ``checkpoint.huggingface_layout`` tells how
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,7 +73,7 @@ class HfFolder:
     def positions(self) -> int | None:
         """Most tokens of a sequence, if the model has a limit."""
         limit = getattr(self._text, "max_position_embeddings", None)
-        return limit if isinstance(limit, int) else None
+        return limit if isinstance(limit, int) and limit > 0 else None  # XLNet: -1
 
     @property
     def tokenizer(self) -> Path | None:
@@ -247,72 +245,6 @@ def unfilled(values: dict[str, Tensor]) -> list[str]:
     """The names of buffers that have no values: they still have those of :func:`_in_place`."""
     kept = {name: value.isnan() if _blank(value) != _blank(value) else value == _blank(value) for name, value in values.items()}
     return [name for name, blank in kept.items() if values[name].dtype is not torch.bool and blank.any()]
-
-
-def masks_documents(model: nn.Module) -> bool:
-    """Return whether the layers of ``model``, on the meta device, keep documents apart if they get the positions.
-
-    Layers with a state, as of Mamba, do not. Not every architecture hands the positions to transformers' mask functions.
-    """
-    return not _has_states(model) and _first_mask(model)[1]
-
-
-def sees_ahead(model: nn.Module) -> bool:
-    """Return whether ``model``, on the meta device, attends to later tokens, as encoders do: BERT without ``is_decoder``."""
-    config: Any = model.config
-    return config.get_text_config().__dict__.get("use_bidirectional_attention") is True or _first_mask(model)[0].startswith(
-        "create_bidirectional"
-    )
-
-
-def _first_mask(model: nn.Module) -> tuple[str, bool]:
-    """Return the first of transformers' mask functions that a forward of ``model`` calls, and whether it gets the positions.
-
-    The name is empty if there is none. The forward runs up to there.
-    """
-    base: Any = model.base_model
-    module = sys.modules[type(base).__module__]
-    makers = {name: maker for name, maker in vars(module).items() if name.startswith("create_") and "mask" in name}
-
-    class Reached(Exception):
-        pass
-
-    def reaching(name: str) -> Any:
-        def reached(*_: Any, position_ids: Tensor | None = None, **__: Any) -> None:
-            raise Reached(name, position_ids is not None)
-
-        return reached
-
-    if not makers:
-        return "", False
-    tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
-    positions = {"position_ids": tokens} if "position_ids" in inspect.signature(model.forward).parameters else {}
-    base.warn_if_padding_and_no_attention_mask = lambda *_: None  # it looks for padding in the tokens, which have no values
-    try:
-        for name in makers:
-            setattr(module, name, reaching(name))
-        model(tokens, **positions)
-    except Reached as how:
-        name, told = how.args
-        return name, told
-    except Exception:  # some look at values before they make a mask
-        return "", False
-    finally:
-        del base.warn_if_padding_and_no_attention_mask
-        for name, maker in makers.items():
-            setattr(module, name, maker)
-    return "", False
-
-
-def _has_states(model: Any) -> bool:
-    """Return whether layers carry a state along the sequence: state spaces, linear attention, convolutions."""
-    decoder: nn.Module = model.get_decoder() or model
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    return (
-        bool(getattr(model, "_is_stateful", False))
-        or any("linear" in kind for kind in kinds)
-        or any(isinstance(module, nn.Conv1d) for module in decoder.modules())
-    )
 
 
 def is_hf(model: nn.Module) -> bool:
