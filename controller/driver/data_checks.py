@@ -1,8 +1,8 @@
-"""Checks that data and model mean the same tokens, that documents and answers have ends, and that rules have data to go by."""
+"""Checks that data and model mean the same tokens, that documents have ends, and that rules have data to go by."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,61 +91,6 @@ def check_some_tokens(datasets: Iterable[Any]) -> None:
                     source.check_some()
                 except OSError as error:
                     raise RunRefused(one_line(error)) from None
-
-
-def _sources(dataset: Any) -> dict[str, Any]:
-    return dict(zip(getattr(dataset, "names", ()), getattr(dataset, "sources", ()), strict=True)) or {"data.corpus": dataset}
-
-
-def foreign_tokens(dataset: Any, tokenizer: str | None) -> Iterator[str]:
-    """Warn of files that ``data prepare`` has made with another tokenizer than the run's."""
-    from vescale_ray.data.block_dataset import BlockDataset
-    from vescale_ray.data.encoders import load_tokenizer
-    from vescale_ray.data.preparation import tokenizer_of
-
-    for name, source in _sources(dataset).items():
-        made = tokenizer_of(source.files[0].file) if isinstance(source, BlockDataset) and source.unit == "ids" else None
-        if made is not None and tokenizer is not None and made != f"tokenizer {load_tokenizer(tokenizer)[1]}":
-            yield (
-                f"{name}: was prepared with another tokenizer.json than {tokenizer}; if their vocabularies differ, its tokens mean "
-                "something else to the model"
-            )
-
-
-def scarce(dataset: Any, config: RunConfig) -> Iterator[str]:
-    """Warn of data that is too little for a step, or to hold out a sample."""
-    data, samples = config.data, dataset.num_samples
-    if samples < config.global_batch:
-        yield (
-            f"the data has {samples} training samples of data.seq_len = {data.seq_len}, and a step takes {config.global_batch}, so it "
-            "takes some of them several times; give more data, or lower data.seq_len or train.slots"
-        )
-    if not dataset.heldout_samples and data.heldout and data.eval_samples:
-        yield (
-            f"data.heldout = {data.heldout:g} of {samples} samples is none, so there is no held-out loss; raise it, lower data.seq_len, "
-            "or set it to 0"
-        )
-
-
-def endless(dataset: Any) -> Iterator[str]:
-    """Warn of answers without an end, from which a model learns to go on for ever."""
-    for name, source in _sources(dataset).items():
-        if source.describe().get("answers_with_end") == 0:
-            yield (
-                f"{name}: no answer ends with a special token, so the model does not learn to end a turn; let the chat template put the "
-                "end of a turn before {% endgeneration %}"
-            )
-
-
-def left_out(dataset: Any) -> Iterator[str]:
-    """Warn of texts that are null, and of rows that are left out since they have no answer."""
-    for name, source in _sources(dataset).items():
-        told = source.describe()
-        if nulls := told.get("documents_without_text"):
-            yield f"{name}: {nulls:,} of {told['documents']:,} documents are null, and count as empty ones"
-        if rows := told.get("rows_without_answer"):
-            other = f" of the role assistant, but messages of {told['other_roles']}" if "other_roles" in told else ""
-            yield f"{name}: {rows:,} of {told['documents']:,} rows are left out, since they have no answer{other}"
 
 
 def refuse_bytes(hf: str) -> None:

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vescale_ray.config import VOCAB, RunConfig
 from vescale_ray.config.given import CORPUS, FACTORY
-from vescale_ray.controller.driver.data_checks import check_tokenizer, endless, foreign_tokens, left_out, open_data, scarce
+from vescale_ray.controller.driver.data_checks import check_tokenizer, open_data
+from vescale_ray.controller.driver.data_warnings import warnings_of
 from vescale_ray.controller.driver.local_ray import address_of, knock
 from vescale_ray.controller.driver.model_checks import check_loss, check_model, check_selective
 from vescale_ray.controller.driver.resumption import changes_since, check_same_base, check_same_stream, choose_commit
+from vescale_ray.controller.driver.without_effect import without_effect
 from vescale_ray.controller.protocol import RunRefused, StateSource
 from vescale_ray.errors import BadInput, one_line
 from vescale_ray.lasting import REMEDY, check_lasting, in_temporary_folder
@@ -90,7 +92,7 @@ def foresee(config: RunConfig) -> Foreseen:
     Raises:
         BadInput: with one line, for the first thing that is wrong.
     """
-    warnings = (*_lasting(config), *_without_effect(config))
+    warnings = (*_lasting(config), *without_effect(config))
     config = with_model_data(absolute(config))
     knock(address_of(config))
     _check_port(config.metrics.host, config.metrics.port)
@@ -98,11 +100,10 @@ def foresee(config: RunConfig) -> Foreseen:
     from vescale_ray.data.prompts import encoded_prompts
 
     _check_given(config)
-    dataset, _ = open_data(config)
+    dataset, sets = open_data(config)
     if (shown := config.train.completions) is not None:
         encoded_prompts(shown.prompts, config.data.tokenizer, dataset.unit, dataset.vocab)
-    tokenizer = config.data.tokenizer
-    warnings += (*scarce(dataset, config), *left_out(dataset), *endless(dataset), *foreign_tokens(dataset, tokenizer))
+    warnings += tuple(warnings_of(dataset, sets, config))
     if config.data.vocab is None and dataset.vocab != VOCAB:  # the tokenizer's; a worker builds its model without looking at the data
         config = config.model_copy(update={"data": config.data.model_copy(update={"vocab": dataset.vocab})})
     return Foreseen(config, stream_of(config, dataset), _expected(config), dataset.bytes_per_token, warnings)
@@ -162,25 +163,6 @@ def _lasting(config: RunConfig) -> Iterator[str]:
     for key, path in (("run.dir", str(config.run_folder)), ("checkpoint.dir", config.checkpoint_root)):
         if in_temporary_folder(path) and not (key == "checkpoint.dir" and config.checkpoint.dir is None):
             yield f"{key}: {path} lies in this node's folder for temporary files, which other nodes and a new pod don't see; {REMEDY}"
-
-
-def _without_effect(config: RunConfig) -> Iterator[str]:
-    """Warn of values that the run does not use."""
-    for key in config.model.unused:
-        yield f"model.{key} = {getattr(config.model, key)}: config.json of model.hf describes the model; leave it out"
-    data, train = config.data, config.train
-    sources: dict[str, Any] = {f"data.mixture.{number}": one for number, one in enumerate(data.mixture or ())}
-    sources |= {f"data.eval.{name}": one for name, one in data.eval.items()}
-    if all((one.format or data.format) == "chat" for one in sources.values()):
-        sources["data"] = data
-    for where, source in sources.items():
-        if (source.format or data.format) == "chat" and source.column not in (None, "text"):
-            yield f"{where}.column = {source.column}: rows of data.format = chat have columns of their own; leave it out"
-    if train.warmup_steps > train.steps:
-        yield (
-            f"train.warmup_steps = {train.warmup_steps} with train.steps = {train.steps}: the learning rate does not reach train.lr; lower "
-            "train.warmup_steps"
-        )
 
 
 def absolute(config: RunConfig) -> RunConfig:

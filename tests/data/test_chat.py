@@ -25,7 +25,7 @@ from tests.data.chats import (
     write_rows,
 )
 from tests.data.sources import dataset, keys, write_jsonl
-from vescale_ray.controller.driver.data_checks import endless
+from vescale_ray.controller.driver.data_warnings import endless
 from vescale_ray.data.block_dataset import BlockDataset
 from vescale_ray.data.loading import load_dataset
 from vescale_ray.errors import BadInput

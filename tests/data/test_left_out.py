@@ -1,4 +1,4 @@
-"""Documents that are null and rows without an answer begin the run with a warning."""
+"""Data that is left out, or hardly meant for training, begins the run with a warning."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.data.chats import write_folder
-from tests.data.sources import write_jsonl
+from tests.data.sources import write_jsonl, write_parquet
 from vescale_ray.config import parse_config
 from vescale_ray.controller.driver import preflight
 from vescale_ray.errors import BadInput
@@ -40,3 +42,24 @@ def test_rows_without_an_answer_are_told_with_their_roles(tmp_path: Path) -> Non
     path.write_text(rows("gpt", 3) + rows("human", 3))
     with pytest.raises(BadInput, match="no row has an answer to learn, but messages of gpt, human; give rows with a completion"):
         warned(path, format="chat", tokenizer=tokenizer)
+
+
+def test_data_for_another_purpose_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    for name in ("train-00000-of-00001", "test-00000-of-00001"):
+        folder.mkdir(exist_ok=True)
+        write_parquet(folder / f"{name}.parquet", pa.array(["some text for a run"] * 30))
+    train, test = (f"{folder}/{name}-00000-of-00001.parquet" for name in ("train", "test"))
+    splits = f"data.corpus: trains on files of other splits, too, as {test}; if that is not meant, give a glob for those of train"
+    assert warned(folder) == (splits,)
+    assert warned(Path(f"{folder}/train*"), eval={"test": {"corpus": test}}) == ()
+    said = f"data.eval.test: {test} is training data of data.corpus, too; give data that is not trained on"
+    assert warned(folder, eval={"test": {"corpus": test}}) == (splits, said)
+    (tmp_path / "a.txt").write_text("some text for a run\n" * 30)
+    said = "data.eval.same: its text is training data of data.corpus, too; give data that is not trained on"
+    assert warned(tmp_path / "a.txt", eval={"same": {"corpus": str(tmp_path / "a.txt")}}) == (said,)
+    ids = pa.array([[1, 2, 3]] * 60, pa.list_(pa.int32()))
+    pq.write_table(pa.table({"input_ids": ids, "labels": ids}), train)
+    assert warned(Path(train), column="input_ids", vocab=9) == (
+        "data.corpus: the column labels is not read, so all tokens are learned; rows with data.format = chat learn answers only",
+    )

@@ -15,7 +15,7 @@ import pytest
 
 from tests.data.sources import ended, keys, random_texts, train_tokenizer, write_jsonl, write_parquet
 from vescale_ray.cli import main
-from vescale_ray.controller.driver.data_checks import foreign_tokens
+from vescale_ray.controller.driver.data_warnings import foreign_tokens
 from vescale_ray.data.block_dataset import BlockDataset
 from vescale_ray.data.files import DataFile
 from vescale_ray.data.loading import load_dataset

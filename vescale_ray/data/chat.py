@@ -27,6 +27,8 @@ from vescale_ray.data.encoders import BadDocument, Encoder, Tokens
 from vescale_ray.data.stream import Ids
 from vescale_ray.errors import BadInput
 
+REMEDY = "rename its fields to prompt and completion, or give messages with role and content"
+"""What to do with rows in the form of other programs: Alpaca, ShareGPT."""
 IGNORED = -100
 """A target that does not count, as in ``torch.nn.functional.cross_entropy``."""
 RULE = "answers 2"
@@ -53,7 +55,7 @@ def normalized(record: Mapping[str, Any]) -> dict[str, Any] | None:
         if isinstance(prompt, str) and isinstance(completion, str):
             return {"prompt": prompt, "completion": completion} if completion.strip() else None
         if prompt is None or completion is None:
-            raise ValueError(f"has neither messages nor prompt and completion; it has {', '.join(record) or 'no field'}")
+            raise ValueError(f"has neither messages nor prompt and completion; it has {', '.join(record) or 'no field'}; {REMEDY}")
         if not (isinstance(prompt, list) and isinstance(completion, list)):
             raise ValueError("prompt and completion are neither two texts nor two lists of messages")
         messages = [{**one, "weight": 0} if isinstance(one, dict) else one for one in prompt] + completion

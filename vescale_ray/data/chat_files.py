@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vescale_ray.data.chat import ChatEncoder, normalized
+from vescale_ray.data.chat import REMEDY, ChatEncoder, normalized
 from vescale_ray.data.document_files import DocumentFile, JsonLinesFile, ParquetFile, guarded
 from vescale_ray.data.encoders import Tokens
 from vescale_ray.data.files import DataFile
@@ -68,7 +68,8 @@ class ChatParquetFile(_ChatFile, ParquetFile):
         names: list[str] = guarded(file, lambda: pq.ParquetFile(file.opened()).schema_arrow, "its footer").names
         self._fields = [name for name in FIELDS if name in names]
         if not {"messages", "completion"} & set(names):
-            raise BadInput(f"{file.url}: has neither messages nor prompt and completion; it has {', '.join(names[:20]) or 'no column'}")
+            has = ", ".join(names[:20]) or "no column"
+            raise BadInput(f"{file.url}: has neither messages nor prompt and completion; it has {has}; {REMEDY}")
         super().__init__(file, "messages" if "messages" in names else "completion", lambda *_: encoder)
 
     def documents(self, part: int) -> Sequence[pa.Array]:

@@ -34,6 +34,8 @@ class DocumentFile(ABC):
 
     joins = True
     foreign_roles: Set[str] = frozenset()
+    columns: Sequence[str] = ()
+    """Names of all columns of the file."""
     counts: Ids
     fingerprint: bytes
     kind: str
@@ -150,6 +152,7 @@ class ParquetFile(DocumentFile):
         field = column_of(file, schema, column)
         super().__init__(file, encoder_of(file, field.type))
         self._column, self._metadata, self.kind = column, opened.metadata, str(field.type)
+        self.columns = schema.names
         self._leaf = sum(_leaves(one.type) for one in list(schema)[: schema.get_field_index(column)])
         groups = [self._metadata.row_group(group) for group in range(self._metadata.num_row_groups)]
         self._rows = np.concatenate([np.zeros(1, np.int64), np.cumsum([group.num_rows for group in groups], dtype=np.int64)])
@@ -209,7 +212,7 @@ class ArrowFile(DocumentFile):
         self._schema, self._places = guarded(file, lambda: self._parts_of(file), "its format")
         field = guarded(file, lambda: column_of(file, self._schema, column), "its format")
         super().__init__(file, encoder_of(file, field.type))
-        self._number, self.kind = self._schema.names.index(column), str(field.type)
+        self._number, self.kind, self.columns = self._schema.names.index(column), str(field.type), self._schema.names
         self._rows = np.zeros(len(self._places) + 1, dtype=np.int64)
         self.counts = np.zeros(len(self._places), dtype=np.int64)
         self._keep_ends(0 if self._places else None)
@@ -305,7 +308,7 @@ class JsonLinesFile(LinesFile):
     def _text(self, line: bytes, number: int) -> str | None:
         record = self._record(line, number)
         if self._column not in record:
-            chat = "; set data.format to chat for conversations" if {"messages", "completion"} & set(record) else ""
+            chat = "; set data.format to chat for conversations" if {"messages", "completion", "conversations"} & set(record) else ""
             fields = ", ".join(list(record)[:20])
             raise BadInput(f"data.column = {self._column}: {self.file.url}: line {number} has no such field; it has {fields}{chat}")
         text = record[self._column]

@@ -1,0 +1,108 @@
+"""Warnings of data that a run can train on, but that is hardly what is meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vescale_ray.config import RunConfig
+
+_SPLITS = {
+    split: re.compile(rf"(^|[-._ /0-9])({words})([-._ /0-9]|$)", re.IGNORECASE)
+    for split, words in (("train", "train|training"), ("validation", "validation|valid|val|dev"), ("test", "test|testing|eval|evaluation"))
+}
+"""Words in the names of files by which the package datasets tells splits."""
+_MASKS = frozenset({"labels", "loss_mask", "completion_mask", "assistant_masks"})
+"""Columns in which other programs mark the tokens to learn."""
+
+
+def warnings_of(dataset: Any, sets: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
+    """Yield a warning for each fault of the data that does not prevent the run."""
+    yield from scarce(dataset, config)
+    yield from left_out(dataset)
+    yield from endless(dataset)
+    yield from foreign_tokens(dataset, config.data.tokenizer)
+    yield from other_purposes(dataset, sets)
+
+
+def scarce(dataset: Any, config: RunConfig) -> Iterator[str]:
+    """Warn of data that is too little for a step, or to hold out a sample."""
+    data, samples = config.data, dataset.num_samples
+    if samples < config.global_batch:
+        yield (
+            f"the data has {samples} training samples of data.seq_len = {data.seq_len}, and a step takes {config.global_batch}, so it "
+            "takes some of them several times; give more data, or lower data.seq_len or train.slots"
+        )
+    if not dataset.heldout_samples and data.heldout and data.eval_samples:
+        yield (
+            f"data.heldout = {data.heldout:g} of {samples} samples is none, so there is no held-out loss; raise it, lower data.seq_len, "
+            "or set it to 0"
+        )
+
+
+def left_out(dataset: Any) -> Iterator[str]:
+    """Warn of texts that are null, and of rows that are left out since they have no answer."""
+    for name, source in _sources(dataset).items():
+        told = source.describe()
+        if nulls := told.get("documents_without_text"):
+            yield f"{name}: {nulls:,} of {told['documents']:,} documents are null, and count as empty ones"
+        if rows := told.get("rows_without_answer"):
+            other = f" of the role assistant, but messages of {told['other_roles']}" if "other_roles" in told else ""
+            yield f"{name}: {rows:,} of {told['documents']:,} rows are left out, since they have no answer{other}"
+
+
+def endless(dataset: Any) -> Iterator[str]:
+    """Warn of answers without an end, from which a model learns to go on for ever."""
+    for name, source in _sources(dataset).items():
+        if source.describe().get("answers_with_end") == 0:
+            yield (
+                f"{name}: no answer ends with a special token, so the model does not learn to end a turn; let the chat template put the "
+                "end of a turn before {% endgeneration %}"
+            )
+
+
+def foreign_tokens(dataset: Any, tokenizer: str | None) -> Iterator[str]:
+    """Warn of files that ``data prepare`` has made with another tokenizer than the run's."""
+    from vescale_ray.data.encoders import load_tokenizer
+    from vescale_ray.data.preparation import tokenizer_of
+
+    for name, source in _sources(dataset).items():
+        made = tokenizer_of(files[0].file) if (files := _files(source)) and source.unit == "ids" else None
+        if made is not None and tokenizer is not None and made != f"tokenizer {load_tokenizer(tokenizer)[1]}":
+            yield (
+                f"{name}: was prepared with another tokenizer.json than {tokenizer}; if their vocabularies differ, its tokens mean "
+                "something else to the model"
+            )
+
+
+def other_purposes(dataset: Any, sets: Mapping[str, Any]) -> Iterator[str]:
+    """Warn of training data that is there for something else: files of other splits, evaluation sets, and tokens that do not count."""
+    trained = _sources(dataset)
+    for name, source in trained.items():
+        files = _files(source)
+        splits = {split: file.file.url for file in reversed(files) for split, pattern in _SPLITS.items() if pattern.search(file.file.name)}
+        if len(splits) > 1 and "train" in splits:
+            other = next(split for split in splits if split != "train")
+            yield f"{name}: trains on files of other splits, too, as {splits[other]}; if that is not meant, give a glob for those of train"
+        masks = _MASKS & set(getattr(files[0], "columns", ())) if files and source.unit == "ids" else ()
+        if masks:
+            yield f"{name}: the column {min(masks)} is not read, so all tokens are learned; rows with data.format = chat learn answers only"
+    for name, one in sets.items():
+        for key, source in trained.items():
+            shared = {file.file.url for file in _files(source)} & {file.file.url for file in _files(one)}
+            if shared or source.describe().get("sha256") == one.describe().get("sha256"):
+                told = min(shared, default="its text")
+                yield f"data.eval.{name}: {told} is training data of {key}, too; give data that is not trained on"
+
+
+def _files(source: Any) -> Sequence[Any]:
+    """The files of a source that is read in blocks. Text in memory has none."""
+    from vescale_ray.data.block_dataset import BlockDataset
+
+    return source.files if isinstance(source, BlockDataset) else ()
+
+
+def _sources(dataset: Any) -> dict[str, Any]:
+    return dict(zip(getattr(dataset, "names", ()), getattr(dataset, "sources", ()), strict=True)) or {"data.corpus": dataset}

@@ -1,0 +1,42 @@
+"""Keys that a run does not use begin it with a warning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vescale_ray.config import parse_config
+from vescale_ray.controller.driver.without_effect import _UNUSED, without_effect
+
+
+@pytest.mark.parametrize(
+    "given, used, told",
+    [
+        ({"train.min_lr_ratio": 0.5}, {"train.schedule": "wsd"}, "train.min_lr_ratio = 0.5 has no effect: train.schedule = constant keeps"),
+        ({"train.decay_type": "sqrt"}, {"train.schedule": "wsd"}, "train.decay_type = sqrt has no effect: it is the form of the final"),
+        ({"train.matrix_lr": 0.02}, {"train.optimizer": "muon"}, "train.matrix_lr = 0.02 has no effect: train.optimizer steps all"),
+        ({"train.eval_every": 5}, {"data.heldout": 0.1}, "train.eval_every = 5 has no effect: there is nothing to evaluate; raise"),
+        ({"checkpoint.keep_mode": "max"}, {"checkpoint.keep_best": 1}, "checkpoint.keep_mode = max has no effect: checkpoint.keep_best"),
+        ({"elastic.grow_gap_s": 9.0}, {"elastic.grow": True}, "elastic.grow_gap_s = 9.0 has no effect: it is for elastic.grow = true"),
+        ({"ray.gpus_per_worker": 8.0}, {"ray.gpus_per_worker": 1.0}, "ray.gpus_per_worker = 8: a worker computes on one GPU; set it to 1"),
+    ],
+)
+def test_a_value_without_effect_is_told(given: dict[str, Any], used: dict[str, Any], told: str) -> None:
+    def warned(keys: dict[str, Any]) -> list[str]:
+        tree: dict[str, dict[str, Any]] = {"train": {"schedule": "constant"}, "data": {"heldout": 0.0}}
+        for key, value in keys.items():
+            section, _, name = key.partition(".")
+            tree.setdefault(section, {})[name] = value
+        return list(without_effect(parse_config(tree)))
+
+    (line,) = warned(given)
+    assert line.startswith(told)
+    assert warned({**given, **used}) == [] == warned({})
+
+
+def test_keys_of_the_table_exist() -> None:
+    config: Any = parse_config({})
+    for key in _UNUSED:
+        section, _, name = key.partition(".")
+        assert name in type(getattr(config, section)).model_fields
