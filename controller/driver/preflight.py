@@ -348,6 +348,7 @@ def _resume(
 def _check_same_model(opened: Checkpoint, config: RunConfig, expected: Mapping[str, _Expected]) -> None:
     where, remedy = opened.commit.path, "; use the model that saved it, another checkpoint.dir, or checkpoint.resume=never"
     stored = opened.tensors
+    saved, optimizer = ((opened.meta.get("config") or {}).get("train") or {}).get("optimizer"), config.train.optimizer
     for name, (shape, states) in expected.items():
         if name not in stored:
             raise RunRefused(f"{where} is of another model: it has no {name}{remedy}")
@@ -358,6 +359,9 @@ def _check_same_model(opened: Checkpoint, config: RunConfig, expected: Mapping[s
                 kept = f"it has no {kind} of {name}"
                 other = f"{where} was saved with another optimizer than train.optimizer = {config.train.optimizer}"
                 raise RunRefused(f"{other}: {kept}; train with the one that saved it, or set checkpoint.resume=never to begin anew")
+    if saved not in (None, optimizer):  # the workers know which states adamw8bit and others have
+        other = f"{where} was saved with train.optimizer = {saved}, now it is {optimizer}, which has other states"
+        raise RunRefused(f"{other}; train with the one that saved it, or set checkpoint.resume=never to begin anew")
     # An optimizer state with its own shape is a tensor named after its parameter: layers.0.wq.weight/exp_avg_scale.
     more = next((name for name in stored if name.partition("/")[0] not in expected), None)
     if more is not None:

@@ -38,7 +38,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "Cluster", started)
 
 
-def save(config: RunConfig, step: int, epoch: int = 3) -> None:
+def save(config: RunConfig, step: int, epoch: int = 3, more: Any = None) -> None:
     """Write a checkpoint of ``config``'s model as one rank, without a trainer."""
     pieces = []
     for name, parameter in build_model(config).named_parameters():
@@ -47,7 +47,7 @@ def save(config: RunConfig, step: int, epoch: int = 3) -> None:
             pieces.append(checkpoint.ShardPiece(name, kind, 0, parameter.numel(), shape, torch.float32, torch.zeros(parameter.numel())))
     attempt = f"a{step}-{epoch}"
     vote = checkpoint.write_shard(config.checkpoint_root, attempt, 0, pieces, step=step, epoch=epoch)
-    meta = {"stream": preflight.stream_of(config, load_dataset(config.data))}
+    meta = {"stream": preflight.stream_of(config, load_dataset(config.data)), **(more or {})}
     checkpoint.commit(config.checkpoint_root, [vote], step=step, epoch=epoch, attempt=attempt, world=1, meta=meta)
 
 
@@ -100,6 +100,15 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     assert "it has no layers.2" in refused(tiny(tmp_path, "r", model_layers=3))
     assert "it has layers.1" in refused(tiny(tmp_path, "r", model_layers=1))
     assert "another optimizer than train.optimizer = sgd: it has no momentum_buffer" in refused(tiny(tmp_path, "r", train_optimizer="sgd"))
+
+
+def test_checkpoint_of_adamw_is_refused_with_8_bit_states(tmp_path: Path) -> None:
+    """The names of 8-bit states depend on the parameter, so the preflight does not know them."""
+    config = tiny(tmp_path, "r")
+    save(config, 10, more={"config": config.model_dump(mode="json")})
+    line = refused(tiny(tmp_path, "r", train_optimizer="adamw8bit"))
+    assert "was saved with train.optimizer = adamw, now it is adamw8bit, which has other states; train with the one that saved" in line
+    preflight.check(config)
 
 
 def test_checkpoint_of_another_sample_stream_is_refused(tmp_path: Path) -> None:
