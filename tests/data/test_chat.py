@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,17 @@ def test_parquet_gives_the_tokens_of_jsonl(tmp_path: Path) -> None:
     assert other.describe()["rows_without_answer"] == 1
 
 
+def test_messages_may_be_json_and_null_in_both_formats(tmp_path: Path) -> None:
+    made, _ = opened(tmp_path, [{"messages": TALK}] * 3)
+    rows = [{"messages": json.dumps(TALK)}, {"messages": None}, {"messages": json.dumps(TALK)}, {"messages": json.dumps(TALK)}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    write_rows(tmp_path / "json.jsonl", rows)
+    for path in (tmp_path / "rows.parquet", tmp_path / "json.jsonl"):
+        other = dataset(str(path), format="chat", tokenizer=str(tmp_path / "model" / "tokenizer.json"), vocab=None)
+        assert stored(other) == stored(made)
+        assert other.describe()["rows_without_answer"] == 1
+
+
 CALLS = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ SHOWN }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
@@ -255,7 +267,13 @@ REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
         "rows.jsonl: line 2: has neither messages nor prompt and completion; it has text",
     ),
     "mixed fields": ([{"prompt": "a", "completion": TALK}], {}, "line 1: prompt and completion are neither two texts nor two lists"),
-    "no role": ([{"messages": [{"content": "a"}]}], {}, "line 1: message 0 has no role"),
+    "no role": ([{"messages": [{"from": "gpt", "value": "a"}]}], {}, "line 1: message 0 has no role; it has from, value"),
+    "a mapping": ([{"messages": {"user": "a"}}], {}, "line 1: messages is a dict, no list; give a list of messages with role and content"),
+    "Alpaca": (
+        [{"instruction": "a", "output": "b"}],
+        {},
+        "it has instruction, output; rename its fields to prompt and completion, or give",
+    ),
     "no content": ([{"messages": [*TALK, {"role": "user"}]}], {}, "line 1: message 5 has no content"),
     "content of numbers": (
         [{"messages": [*TALK, {"role": "user", "content": 7}]}],

@@ -72,7 +72,8 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_row(source: str, bad: 
     rows[57] = [5, bad, 5]
     write = write_parquet if source == "parquet" else write_ipc
     path = write(tmp_path / f"a.{source}", pa.array(rows, IDS), 20)
-    assert f"{path}: row 57: token {bad} is not below the vocabulary's size, 1000" in refused(path)
+    told = "is not below the vocabulary's size, 1000" if bad > 0 else "is negative; give token ids, not labels"
+    assert f"{path}: row 57: token {bad} {told}" in refused(path)
 
 
 def test_a_token_outside_the_vocabulary_of_a_flat_file_is_named(tmp_path: Path) -> None:
@@ -211,7 +212,7 @@ def test_text_that_is_not_utf8_is_refused_for_a_tokenizer(tmp_path: Path) -> Non
     for column in (pa.array([b"fine", b"\xff\xfe"], pa.binary()), pa.StringArray.from_buffers(2, *buffers)):
         path = write_parquet(tmp_path / "a.parquet", column)
         said = refused(path, tokenizer=str(tmp_path / "tokenizer.json"), end_token="<|end|>", vocab=None)
-        assert said == f"{path}: row 1: is not UTF-8"
+        assert said == f"{path}: row 1: is not UTF-8; write it as UTF-8"
 
 
 def test_keys_that_do_not_fit_the_data_are_refused(tmp_path: Path, parquet: Path) -> None:

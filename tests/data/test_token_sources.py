@@ -65,6 +65,17 @@ def test_null_rows_are_empty_and_fixed_rows_work(tmp_path: Path) -> None:
     assert samples(dataset(str(tmp_path))) == windows_of([fixed.flatten().to_pylist()], 64, 8)
 
 
+@pytest.mark.parametrize("magic, dtype", [(20240520, "<u2"), (20240801, "<u4")])
+def test_files_of_llm_c_are_read_behind_their_header(magic: int, dtype: str, tmp_path: Path) -> None:
+    header, tokens, path = np.zeros(256, "<i4"), np.arange(90), tmp_path / "a.bin"
+    header[:3] = magic, 1, 90
+    path.write_bytes(header.tobytes() + tokens.astype(dtype).tobytes())
+    assert samples(dataset(str(path))) == windows_of([tokens.tolist()], 64, 8)
+    path.write_bytes(header.tobytes() + tokens[:-1].astype(dtype).tobytes())
+    with pytest.raises(BadInput, match="is truncated: its header tells 90 tokens, and"):
+        dataset(str(path))
+
+
 def test_files_of_alike_types_are_read_together(tmp_path: Path) -> None:
     rows = random_rows(np.random.default_rng(0), 90)
     kinds = (pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint16()))

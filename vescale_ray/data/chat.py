@@ -54,31 +54,45 @@ def normalized(record: Mapping[str, Any]) -> dict[str, Any] | None:
     if messages is None:
         if isinstance(prompt, str) and isinstance(completion, str):
             return {"prompt": prompt, "completion": completion} if completion.strip() else None
+        if completion is None and {"messages", "completion"} & set(record):
+            return None
         if prompt is None or completion is None:
             raise ValueError(f"has neither messages nor prompt and completion; it has {', '.join(record) or 'no field'}; {REMEDY}")
         if not (isinstance(prompt, list) and isinstance(completion, list)):
             raise ValueError("prompt and completion are neither two texts nor two lists of messages")
         messages = [{**one, "weight": 0} if isinstance(one, dict) else one for one in prompt] + completion
+    messages = _from_json(messages)
     if not isinstance(messages, list):
-        raise ValueError("messages is no list")
+        raise ValueError(f"messages is a {type(messages).__name__}, no list; give a list of messages with role and content")
     kept = [_message(number, one) for number, one in enumerate(messages)]
     return {"messages": kept, "tools": _tools(record.get("tools"))} if any(map(_counts, kept)) else None
 
 
+def roles_of(record: Mapping[str, Any]) -> set[str]:
+    """Return the roles of a row that :func:`normalized` takes."""
+    return {one["role"] for one in _from_json(record.get("messages")) or ()}
+
+
 def _tools(tools: Any) -> list[dict[str, Any]] | None:
-    """The descriptions of functions, which may be JSON, since a column of Parquet has one type."""
-    try:
-        given = json.loads(tools) if isinstance(tools, str) and tools else tools or None
-    except ValueError:
-        given = tools
+    """The descriptions of functions."""
+    given = _from_json(tools) or None
     if given is not None and not (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
         raise ValueError(f"tools is {str(tools)[:40]!r}, no list of functions; give one, or its JSON")
     return given or None
 
 
+def _from_json(value: Any) -> Any:
+    """Return the value of a field. It may be JSON, since a column of Parquet has one type."""
+    try:
+        return json.loads(value) if isinstance(value, str) and value else value
+    except ValueError:
+        return value
+
+
 def _message(number: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(f"message {number} has no role")
+        has = f"; it has {', '.join(message)}" if isinstance(message, dict) and "role" not in message else ""
+        raise ValueError(f"message {number} has no role{has}")
     given = {key: value for key, value in message.items() if value is not None}
     if "content" not in given and not given.get("tool_calls"):
         raise ValueError(f"message {number} has no content")

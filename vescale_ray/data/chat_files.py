@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vescale_ray.data.chat import REMEDY, ChatEncoder, normalized
+from vescale_ray.data.chat import REMEDY, ChatEncoder, normalized, roles_of
 from vescale_ray.data.document_files import DocumentFile, JsonLinesFile, ParquetFile, guarded
 from vescale_ray.data.encoders import Tokens
 from vescale_ray.data.files import DataFile
@@ -45,7 +45,7 @@ class _ChatFile(DocumentFile):
         try:
             row = normalized(record)
             if row is None:
-                self.foreign_roles |= {one["role"] for one in record.get("messages") or ()} - _ROLES
+                self.foreign_roles |= roles_of(record) - _ROLES
             return None if row is None else json.dumps(row)
         except (TypeError, ValueError) as error:
             raise BadInput(f"{self.file.url}: {where}: {error}") from None
@@ -75,7 +75,8 @@ class ChatParquetFile(_ChatFile, ParquetFile):
     def documents(self, part: int) -> Sequence[pa.Array]:
         reader = pq.ParquetFile(self.file.opened(), metadata=self._metadata, pre_buffer=not self.file.is_local)
         table = reader.read_row_group(part, columns=self._fields, use_threads=False)
-        rows = (self._json(_given(row), f"row {self.first_row(part) + number}") for number, row in enumerate(table.to_pylist()))
+        given = ({field: _given(value) for field, value in row.items()} for row in table.to_pylist())
+        rows = (self._json(row, f"row {self.first_row(part) + number}") for number, row in enumerate(given))
         return [pa.array(rows, type=pa.large_string())]
 
 

@@ -167,7 +167,7 @@ def _texts(documents: pa.Array) -> Iterator[list[str]]:
             yield [(text or b"").decode() for text in texts]
         except UnicodeDecodeError:
             bad = next(row for row, text in enumerate(texts) if not _is_utf8(text or b""))
-            raise BadDocument(start + bad, "is not UTF-8") from None
+            raise BadDocument(start + bad, "is not UTF-8; write it as UTF-8") from None
 
 
 def _is_utf8(text: bytes) -> bool:
@@ -252,6 +252,8 @@ def check_ids(values: Tokens, vocab: int, lengths: Ids | None = None) -> None:
     if int(values.max()) >= vocab or (values.dtype.kind == "i" and int(values.min()) < 0):
         place = int(np.flatnonzero((values >= vocab) | (values < 0))[0])
         row = place if lengths is None else _row_of(lengths, place)
+        if values[place] < 0:
+            raise BadDocument(row, f"token {values[place]} is negative; give token ids, not labels")
         raise BadDocument(row, f"token {values[place]} is not below the vocabulary's size, {vocab}; set data.vocab or use other data")
 
 

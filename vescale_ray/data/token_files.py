@@ -16,6 +16,8 @@ from vescale_ray.errors import BadInput
 
 _HEADER = 1 << 16
 """Most bytes of the header of a file of numpy."""
+_LLM_C = {20240520: "uint16", 20240801: "uint32"}
+"""Type of the tokens behind the header of llm.c, 256 int32, by the first of them. The third is their number."""
 _HALVES = 4
 """Upper halves of ids in uint32 are below this, if the vocabulary has less than 262,144 tokens."""
 
@@ -113,11 +115,17 @@ class FlatFile:
 
 
 def open_bin(file: DataFile, dtype: str, step: int, vocab: int) -> FlatFile:
-    """Open a file of token ids without a header.
+    """Open a file of token ids without a header, or with that of llm.c, which tells their type.
 
     Raises:
         BadInput: its size is no multiple of the token's, or its tokens are wider.
     """
+    header = np.frombuffer(file.read(0, min(1024, file.size // 4 * 4)), "<i4")
+    if len(header) == 256 and int(header[0]) in _LLM_C:
+        told, length = np.dtype(_LLM_C[int(header[0])]).newbyteorder("<"), int(header[2])
+        if not 0 < length <= (file.size - 1024) // told.itemsize:
+            raise BadInput(f"{file.url} is truncated: its header tells {length} tokens, and {file.size - 1024} bytes follow")
+        return FlatFile(file, told, 1024, length, step, vocab)
     itemsize = np.dtype(dtype).itemsize
     if file.size % itemsize:
         raise BadInput(f"{file.url}: {file.size} bytes are no multiple of {itemsize}, the size of data.dtype = {dtype}; it is truncated")
