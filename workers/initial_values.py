@@ -38,6 +38,12 @@ def seed_of(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
 
 
+LOADING = (
+    "use model.hf, or load weights in a method init_parameter(name, full, generator) of the model, and leave out devices of parameters"
+)
+"""What to do in place of weights that a factory loads."""
+
+
 def check_initializable(model: nn.Module, where: str) -> None:
     """Check that each parameter and buffer of ``model``, which is on the meta device, can be filled.
 
@@ -46,8 +52,11 @@ def check_initializable(model: nn.Module, where: str) -> None:
 
     Raises:
         ValueError: the model has neither ``init_parameter`` nor a way for each of its modules, or it has persistent buffers, or other
-            buffers without a way to fill them.
+            buffers without a way to fill them, or parameters with values, which a run would replace.
     """
+    valued = next((name for name, parameter in model.named_parameters() if not parameter.is_meta), None)
+    if valued is not None and not callable(getattr(model, "init_parameter", None)):
+        raise ValueError(f"{where}: {valued} has values, which are not kept, since the run fills all parameters; {LOADING}")
     if hf.is_hf(model):
         return
     kind = type(model).__name__

@@ -10,6 +10,7 @@ import importlib
 import logging
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from vescale_ray.expert_parallel import check_experts, experts_of, parallelize_e
 from vescale_ray.models import hf, lora
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.models.units import select_units
-from vescale_ray.workers.initial_values import buffer_values, check_initializable
+from vescale_ray.workers.initial_values import LOADING, buffer_values, check_initializable
 from vescale_ray.workers.unit_forward import UnitCompiler, set_forward
 
 if TYPE_CHECKING:
@@ -66,20 +67,7 @@ def build_model(config: RunConfig) -> nn.Module:
                 tie=model.tie,
             )
             return Llama(sizes)
-        try:
-            factory = config.given.model or function_of(model.factory)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"model.factory = {model.factory}: {error}; {_importable(model.factory)}") from None
-        except Exception as error:
-            raise ValueError(f"model.factory = {model.factory}: its import raises {type(error).__name__}: {error}") from error
-        try:
-            built = factory(**model.args)
-        except Exception as error:
-            called = f"model.args = {model.args}" if model.args else "no arguments"
-            raise ValueError(
-                f"model.factory = {model.factory} with {called} raises {type(error).__name__}: {error}; it runs on the meta device, where "
-                "tensors have no values"
-            ) from error
+        built = _factorys_model(config)
     if not isinstance(built, nn.Module):
         what = f"the class {built.__name__}" if isinstance(built, type) else f"a {type(built).__name__}"
         raise ValueError(f"model.factory = {model.factory}: it returns {what}; give a function that returns a torch.nn.Module")
@@ -94,6 +82,34 @@ def build_model(config: RunConfig) -> nn.Module:
                 "element, so its rounding depends on its place in the shard; make the parameters float32 "
                 "(train.param_dtype = bfloat16 still computes in bfloat16), or use adamw"
             )
+    return built
+
+
+def _factorys_model(config: RunConfig) -> Any:
+    """Return the result of ``model.factory``, called on the meta device."""
+    model = config.model
+    assert model.factory is not None
+    try:
+        factory = config.given.model or function_of(model.factory)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model.factory = {model.factory}: {error}; {_importable(model.factory)}") from None
+    except Exception as error:
+        raise ValueError(f"model.factory = {model.factory}: its import raises {type(error).__name__}: {error}") from error
+    try:
+        with warnings.catch_warnings():  # torch only warns that values go nowhere
+            warnings.filterwarnings("error", message=".*copying from a non-meta parameter in the checkpoint")
+            built = factory(**model.args)
+    except Exception as error:
+        if isinstance(error, UserWarning) and "non-meta parameter" in str(error):
+            where = f"model.factory = {model.factory}"
+            raise ValueError(
+                f"{where}: it loads weights, but runs on the meta device, where tensors have no values; {LOADING}"
+            ) from None
+        called = f"model.args = {model.args}" if model.args else "no arguments"
+        raise ValueError(
+            f"model.factory = {model.factory} with {called} raises {type(error).__name__}: {error}; it runs on the meta device, where "
+            "tensors have no values"
+        ) from error
     return built
 
 

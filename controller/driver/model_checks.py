@@ -135,6 +135,9 @@ def check_factory(model: Any, config: RunConfig) -> None:
     if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
         found = f"a {type(output).__name__}" if not isinstance(logits, torch.Tensor) else f"logits of {logits.dim()} dimensions"
         raise RunRefused(f"{where}its forward returns {found}; return logits (batch, seq_len, vocab), or set model.loss")
+    if logits.shape[:2] != tokens.shape:
+        found = f"logits {tuple(logits.shape)} for tokens {tuple(tokens.shape)}"
+        raise RunRefused(f"{where}its forward returns {found}; return those of each token, (batch, seq_len, vocab)")
     if logits.shape[-1] < vocab:
         raise RunRefused(f"{where}its forward returns logits of {logits.shape[-1]} tokens, but data.vocab = {vocab}; give each token one")
 
@@ -153,7 +156,9 @@ def check_loss(path: str, function: Callable[[Any, Tensor], Any], vocab: int) ->
         with torch.no_grad():
             results = [function(logits, one) for one in (targets, first, second)]
             results.append(function(logits.repeat(2, 1, 1), targets.repeat(2, 1)))  # a mean over all positions stays, a sum doubles
-    except Exception:
+    except Exception as error:
+        if isinstance(error, TypeError) and f"{getattr(function, '__name__', '')}() " in str(error):
+            raise RunRefused(f"model.loss = {path}: {error}; it is called with the model's output and the targets") from None
         return
     if not all(isinstance(one, torch.Tensor) and one.numel() == 1 for one in results):
         what = next(one for one in results if not (isinstance(one, torch.Tensor) and one.numel() == 1))

@@ -30,8 +30,9 @@ _UNUSED: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
 
 def without_effect(config: RunConfig) -> Iterator[str]:
     """Yield a warning for each value that the run does not use."""
+    describes = "config.json of model.hf" if config.model.hf is not None else "model.factory, with model.args,"
     for key in config.model.unused:
-        yield f"model.{key} = {getattr(config.model, key)}: config.json of model.hf describes the model; leave it out"
+        yield f"model.{key} = {getattr(config.model, key)}: {describes} describes the model; leave it out"
     for key, (unused, why) in _UNUSED.items():
         section, _, name = key.partition(".")
         keys: Any = getattr(config, section)

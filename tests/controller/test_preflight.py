@@ -253,8 +253,19 @@ class Net(nn.Module):
         self.requires_grad_(back != "frozen")
     def forward(self, tokens):
         logits = self.head(self.blocks[0](self.embed(tokens)))
+        if self.back == "last":
+            return logits[:, [-1]]
         return (logits, None) if self.back == "pair" else logits.flatten(0, 1) if self.back == "flat" else logits
 
+def state():
+    with torch.device("cpu"):
+        return Net().state_dict()
+def loading(assign=False):
+    net = Net()
+    net.load_state_dict(state(), assign=assign)
+    return net
+def three(output, targets, weights):
+    return output.sum()
 def summed(output, targets):
     return F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
 def mean(output, targets):
@@ -272,6 +283,8 @@ def each(output, targets):
         ({"back": "pair"}, None, "its forward returns a tuple; return logits (batch, seq_len, vocab), or set model.loss"),
         ({"back": "flat"}, None, "its forward returns logits of 2 dimensions; return logits (batch, seq_len, vocab), or set model.loss"),
         ({"tokens": 90}, None, "its forward returns logits of 90 tokens, but data.vocab = 256; give each token one"),
+        ({"back": "last"}, None, "logits (1, 1, 256) for tokens (1, 16); return those of each token, (batch, seq_len, vocab)"),
+        ({}, "three", "missing 1 required positional argument: 'weights'; it is called with the model's output and the targets"),
         ({"back": "frozen"}, None, "no parameter has requires_grad, so there is nothing to train"),
         ({}, "mean", "it returns the mean over the targets; return their sum (reduction='sum')"),
         ({}, "padded_mean", "it returns the mean over the targets; return their sum (reduction='sum')"),
@@ -287,6 +300,21 @@ def test_what_a_model_and_a_loss_return_is_checked(
     preflight.foresee(tiny(tmp_path, "r", **shared, model_loss="models_of_outputs:summed"))
     given = {} if loss is None else {"model_loss": f"models_of_outputs:{loss}"}
     assert refused(tiny(tmp_path, "r", **shared, model_args=args, **given)).endswith(words)
+
+
+def test_a_factory_that_loads_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be replaced by initial values in silence."""
+    (tmp_path / "models_of_weights.py").write_text(OUTPUTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shared: dict[str, Any] = {"model_factory": "models_of_weights:loading", "model_units": "auto"}
+    start, remedy = (
+        "model.factory = models_of_weights:loading: ",
+        "use model.hf, or load weights in a method init_parameter(name, full, gener",
+    )
+    said = refused(tiny(tmp_path, "r", **shared))
+    assert said.startswith(f"{start}it loads weights, but runs on the meta device, where tensors have no values; {remedy}")
+    said = refused(tiny(tmp_path, "r", **shared, model_args={"assign": True}))
+    assert said.startswith(f"{start}embed.weight has values, which are not kept, since the run fills all parameters; {remedy}")
 
 
 def test_a_model_without_a_row_for_each_byte_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

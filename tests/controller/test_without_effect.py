@@ -35,6 +35,11 @@ def test_a_value_without_effect_is_told(given: dict[str, Any], used: dict[str, A
     assert warned({**given, **used}) == [] == warned({})
 
 
+def test_sizes_beside_a_factory_are_told() -> None:
+    config = parse_config({"model": {"factory": "a:b", "dim": 64}})
+    assert list(without_effect(config)) == ["model.dim = 64: model.factory, with model.args, describes the model; leave it out"]
+
+
 def test_keys_of_the_table_exist() -> None:
     config: Any = parse_config({})
     for key in _UNUSED:

@@ -66,7 +66,7 @@ def _remedy(error: ErrorDetails, inner: Any) -> str:
         case "model_type":
             return "give keys and values in braces"
         case "dict_type":
-            return "give keys and values in braces, for example {nesterov: false}"
+            return "give keys and values in braces"
         case "too_short":
             return f"give a list of {number(context['min_length'])} or more"
         case "too_long":

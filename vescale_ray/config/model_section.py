@@ -77,6 +77,7 @@ class ModelSection(Section):
 
     @property
     def unused(self) -> list[str]:
-        """The keys of ``kind`` that have a value of their own, although ``hf`` replaces it."""
+        """The keys of ``kind`` that have a value of their own, although ``hf`` or ``factory`` replaces it."""
         sizes = ("dim", "layers", "heads", "kv_heads", "ffn", "rope_theta", "tie")
-        return [key for key in sizes if self.hf is not None and getattr(self, key) != type(self).model_fields[key].default]
+        replaced = self.hf is not None or self.factory is not None
+        return [key for key in sizes if replaced and getattr(self, key) != type(self).model_fields[key].default]
