@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.dtensor.beside import zeros_beside
@@ -54,41 +54,38 @@ def _is_new(optimizer: torch.optim.Optimizer) -> bool:
 
 
 @contextmanager
-def uncounted(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """After the block, set the step counters of optimizers that had no states before it back to 0.
+def unstepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Give the states that torch makes by a step of a new optimizer the values that they have before a first step.
 
-    torch's getter makes the states by a step, which counts. AdamW's first update would then be a quarter too small.
+    torch's getter leaves those after the step: counters of 1, momentum with weight decay in it, and a learning rate of zero in ASGD's and
+    Rprop's states. The updates that follow would then differ from those of a run without the getter.
     """
     new = [optimizer for optimizer in optimizers if _is_new(optimizer)]
-    yield
-    for state in (state for optimizer in new for state in optimizer.state.values() if isinstance(state, dict)):
-        step = state.get("step")
-        if isinstance(step, Tensor):
-            step.zero_()
-        elif isinstance(step, int | float):
-            state["step"] = type(step)(0)
-
-
-@contextmanager
-def with_frozen(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], given: Mapping[str, Any]) -> Iterator[None]:
-    """Let torch's setter load the states that ``given`` has of frozen parameters. It passes by parameters that require no gradient."""
-    names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(canonical(name))
-    keys = [str(key) for key in given["state"]] if "state" in given else [str(key).removeprefix("state.") for key in given]
-
-    def has_states(param: Tensor) -> bool:
-        return any(key == name or key.startswith(f"{name}.") for name in names.get(id(param), ()) for key in keys)
-
-    params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
-    frozen = [param for param in params if not param.requires_grad and param.is_floating_point() and has_states(param)]
-    for param in frozen:
-        param.requires_grad_(True)
+    before = [(group, dict(group)) for optimizer in new for group in optimizer.param_groups]
+    for group, values in before:
+        if isinstance(values.get("weight_decay"), int | float):
+            group["weight_decay"] = 0.0
     try:
         yield
     finally:
-        for param in frozen:
-            param.requires_grad_(False)
+        for group, values in before:
+            group |= {"step": 0} if "step" in group.keys() - values.keys() else {}  # some optimizers count there
+            group |= values
+    with torch.no_grad():
+        for optimizer in new:
+            for group in optimizer.param_groups:
+                first = {"step": 0, "mu_product": 1, "eta": group.get("lr"), "step_size": group.get("lr")}
+                for state in (optimizer.state.get(param) for param in group["params"]):
+                    if isinstance(state, dict):
+                        _reset(state, first)
+
+
+def _reset(state: dict[str, Any], first: Mapping[str, Any]) -> None:
+    for key in first.keys() & state.keys():
+        if isinstance(state[key], Tensor):
+            state[key].fill_(first[key])
+        elif isinstance(state[key], int | float):
+            state[key] = type(state[key])(first[key])
 
 
 def adopt(mine: Mapping[str, Any], flat: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer], items: dict[str, Any]) -> None:

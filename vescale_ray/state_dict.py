@@ -29,7 +29,8 @@ from torch.distributed.tensor import DTensor
 
 from vescale_ray.communication.collectives import in_parameter_order
 from vescale_ray.full_state import FullState, FullTensor
-from vescale_ray.new_states import adopt, uncounted, undisturbed, with_frozen
+from vescale_ray.named_states import OF_THE_MODEL, by_name, load_by_name, with_names_of
+from vescale_ray.new_states import adopt, undisturbed, unstepped
 
 __all__ = [
     "StateDictOptions",
@@ -111,23 +112,34 @@ def set_optimizer_state_dict(
     options = _checked(options)
     optimizers = _listed(optimizers)
     _rest(model, optimizers)
-    if not options.full_state_dict:
-        given = dict(optim_state_dict)
-        with undisturbed(optimizers), with_frozen(model, optimizers, given):
-            torchs.set_optimizer_state_dict(model, optimizers, given, options=options)
-        return
     mine = _with_states(model, optimizers)
+    groups = mine["param_groups"]
+    if not options.full_state_dict:
+        _load_sharded(model, optimizers, mine, optim_state_dict, options.strict)
+        return
     flat = _flattened(mine)
-    named = mine["param_groups"] if len(optimizers) == 1 else []
+    named = groups if len(optimizers) == 1 else []
     source = FullState(optim_state_dict, options, _device(flat), functools.partial(_flattened, groups=named))
     adopt(mine, flat, optimizers, source.items)
-    _fill(flat, source, options, "optimizer", mine["param_groups"])
-    state = {name: _nested(f"state.{name}", states, flat) for name, states in mine["state"].items()}
-    groups = [{**group, **_of_group(group, flat)} for group in mine["param_groups"]]
-    loaded: dict[str, Any] = {"state": state, "param_groups": groups}
-    # torch lets an optimizer without states step once more
-    with undisturbed(optimizers), with_frozen(model, optimizers, loaded):
-        torchs.set_optimizer_state_dict(model, optimizers, loaded, options=StateDictOptions(strict=options.strict))
+    _fill(flat, source, options, "optimizer", groups)
+    states = {name: _nested(f"state.{name}", states, flat) for name, states in mine["state"].items()}
+    hyper = by_name({path: flat[path] for path in source.items if path.startswith("param_groups.") and path in flat})[1]
+    load_by_name(optimizers, mine, states, hyper, strict=False)
+
+
+def _load_sharded(
+    model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], mine: Mapping[str, Any], given: Any, strict: bool
+) -> None:
+    """Load a sharded state dict. One that numbers the parameters is that of the optimizer itself."""
+    if not isinstance(given, Mapping) or not given or ("state" in given) != ("param_groups" in given):
+        shown = list(given)[:3] if isinstance(given, Mapping) else type(given).__name__
+        raise ValueError(f"the optimizer state dict has no 'param_groups', but {shown}: give what get_optimizer_state_dict() returns")
+    if not all(isinstance(name, str) for group in given.get("param_groups", ()) for name in group["params"]):
+        for optimizer in optimizers:
+            optimizer.load_state_dict(dict(given))
+        return
+    states, hyper = (with_names_of(model, named, mine["param_groups"]) for named in by_name(given))
+    load_by_name(optimizers, mine, states, hyper, strict=strict)
 
 
 def get_state_dict(
@@ -290,8 +302,11 @@ def _device(state: Mapping[str, Any]) -> torch.device:
 def _with_states(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> dict[str, Any]:
     """Return the optimizers' sharded state. torch makes the states of a new optimizer by a step, which counts as none here."""
     new = " or ".join(type(optimizer).__name__ for optimizer in optimizers if not optimizer.state)
-    with uncounted(optimizers), undisturbed(optimizers):
+    with undisturbed(optimizers):
         try:
+            if new:
+                with unstepped(optimizers):
+                    torchs.get_optimizer_state_dict(model, optimizers)
             return torchs.get_optimizer_state_dict(model, optimizers)
         except TypeError as error:
             if not new:
@@ -316,7 +331,7 @@ def _flattened(given: Mapping[str, Any], groups: Sequence[Mapping[str, Any]] = (
     """Return an optimizer state dict in torch's flat form ``{"state.NAME.KEY": .., "param_groups.NAME.KEY": ..}``. If it numbers the
     parameters, their names are those of ``groups``."""
     if "state" not in given:
-        return dict(given)
+        return {path: value for path, value in given.items() if not path.endswith(".param_names")}
     if "param_groups" not in given:
         raise ValueError(f"it has no 'param_groups', but {list(given)[:3]}: give what get_optimizer_state_dict() returns")
     if groups:
@@ -326,7 +341,7 @@ def _flattened(given: Mapping[str, Any], groups: Sequence[Mapping[str, Any]] = (
         flat |= _flat(f"state.{name}", states) if states else {}
     for group in given["param_groups"]:
         for name in group["params"]:
-            flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
+            flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key not in OF_THE_MODEL}
     return flat
 
 
@@ -361,18 +376,13 @@ def _nested(prefix: str, value: Any, flat: Mapping[str, Any]) -> Any:
     return {key: _nested(f"{prefix}.{key}", inner, flat) for key, inner in value.items()}
 
 
-def _of_group(group: Mapping[str, Any], flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the loaded hyperparameters of a group: those of its first parameter, which all of them have."""
-    return {key: flat[f"param_groups.{name}.{key}"] for name in group["params"][:1] for key in group if key != "params"}
-
-
 def _check_groups(groups: Sequence[Mapping[str, Any]], items: Mapping[str, Any]) -> None:
     for group in groups:
-        first, *others = group["params"] or [None]
         for key in group:
+            first, *others = [name for name in group["params"] if f"param_groups.{name}.{key}" in items] or [None]
             wanted = items.get(f"param_groups.{first}.{key}")
             for name in others:
-                found = items.get(f"param_groups.{name}.{key}", wanted)
+                found = items[f"param_groups.{name}.{key}"]
                 if not isinstance(wanted, FullTensor) and not isinstance(found, FullTensor) and found != wanted:
                     raise ValueError(
                         f"{first!r} and {name!r} are in one parameter group here, but {key} is {wanted!r} and {found!r} in the state dict: "

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.ranks import on_threads
 from vescale_ray import fully_shard
-from vescale_ray.optim import SOAP, AdamW8bit
+from vescale_ray.optim import SOAP, AdamW, AdamW8bit, Flat, Muon
 from vescale_ray.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -234,41 +234,140 @@ def test_the_state_dict_of_an_unsharded_optimizer_loads(rank: int, world: int, s
         torch.testing.assert_close(p.full_tensor(), q)
 
 
-@pytest.mark.parametrize("options", [None, StateDictOptions(full_state_dict=True)], ids=["sharded", "whole"])
+SHARDED, FLAT = StateDictOptions(), StateDictOptions(flatten_optimizer_state_dict=True)
+KINDS = pytest.mark.parametrize("options", [SHARDED, FLAT, FULL], ids=["sharded", "flat", "full"])
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda ps: torch.optim.AdamW(ps, lr=0.1), id="counters"),
+        pytest.param(lambda ps: torch.optim.Adam(ps, lr=0.1, weight_decay=0.1), id="decay in the moments"),
+        pytest.param(lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1), id="decay in the momentum"),
+        pytest.param(lambda ps: torch.optim.NAdam(ps, lr=0.1), id="a product"),
+        pytest.param(lambda ps: torch.optim.ASGD(ps, lr=0.1), id="a learning rate"),
+        pytest.param(lambda ps: torch.optim.Rprop(ps, lr=0.1), id="step sizes"),
+        pytest.param(lambda ps: Flat(ps, torch.optim.AdamW, lr=0.1), id="shared counters"),
+        pytest.param(lambda ps: CountsInGroups(ps), id="a counter in the group"),
+    ],
+)
 @on_threads(2)
-def test_states_taken_before_the_first_step_count_none(rank: int, world: int, options: StateDictOptions | None) -> None:
-    """torch's own getter leaves 1 in the counters: the bias corrections of all later steps of AdamW are then those of the next step."""
+def test_states_taken_before_the_first_step_count_none(
+    rank: int, world: int, make: Callable[[Any], torch.optim.Optimizer], options: StateDictOptions
+) -> None:
+    """torch's own getter leaves the states after a step: the bias corrections of AdamW are then always those of the next step."""
     models = [net(), net(), net()]
     for model in models[1:]:
         model.load_state_dict(models[0].state_dict())
-    untouched, saved, resumed = (torch.optim.AdamW(model.parameters(), lr=0.1) for model in models)
+    untouched, saved, resumed = (make(model.parameters()) for model in models)
     states = copy.deepcopy(get_optimizer_state_dict(models[1], saved, options=options))
     set_optimizer_state_dict(models[2], resumed, states, options=options)
-    for model, optimizer in zip(models, (untouched, saved, resumed), strict=True):
-        train(model, optimizer, 1)
+    for seed in (1, 2):
+        for model, optimizer in zip(models, (untouched, saved, resumed), strict=True):
+            train(model, optimizer, seed)
     for p, *others in zip(*(model.parameters() for model in models), strict=True):
         assert all(torch.equal(p.full_tensor(), q.full_tensor()) for q in others)
 
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+class CountsInGroups(torch.optim.Optimizer):
+    """An optimizer that counts its steps in its groups, as many of other libraries do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "seen": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["seen"] += 1
+            group["step"] = group.get("step", 0) + 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                self.state[p].setdefault("ema", torch.zeros_like(p)).lerp_(p.grad, 0.5)
+                p.add_(self.state[p]["ema"], alpha=-group["lr"] / (group["seen"] + group["step"]))
 
 
-@pytest.mark.parametrize("options", [StateDictOptions(), FLAT, FULL], ids=["sharded", "flat", "full"])
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, AdamW8bit, SOAP])
+@KINDS
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, AdamW8bit, SOAP, Muon])
 @on_threads(2)
 def test_states_of_frozen_parameters_are_loaded(rank: int, world: int, kind: Any, options: StateDictOptions) -> None:
     models = [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)]
-    optimizers = [kind(fully_shard(model, block_policy=SOAP.block_policy()).parameters()) for model in models]
+    for model in models:
+        fully_shard(model, block_policy=SOAP.block_policy())
+    optimizers = [kind([p for p in models[0].parameters() if kind is not Muon or p.ndim == 2])]
     models[0](torch.ones(2, 8)).sum().backward()
     optimizers[0].step()
     for model in models:
         model[0].requires_grad_(False)
+    optimizers.append(kind([p for p in models[1].parameters() if kind is not Muon or p.ndim == 2]))
     set_optimizer_state_dict(models[1], optimizers[1], get_optimizer_state_dict(models[0], optimizers[0], options=options), options=options)
     assert [p.requires_grad for p in models[1].parameters()] == [False, False, True, True]
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        states, loaded = optimizers[0].state[p], optimizers[1].state[q]
+        states, loaded = optimizers[0].state.get(p, {}), optimizers[1].state.get(q, {})
         assert states.keys() == loaded.keys()
         assert all(torch.equal(whole(states[key]), whole(loaded[key])) for key in states)
+
+
+def rates(optimizer: torch.optim.Optimizer) -> dict[int, float]:
+    return {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+
+
+@KINDS
+@on_threads(2)
+def test_groups_may_be_split_and_reordered_but_not_merged(rank: int, world: int, options: StateDictOptions) -> None:
+    """torch's setter took the learning rate of one group for all, or left a group without any."""
+    models = [net(), net()]
+    saved, resumed = in_two_groups(models[0]), in_two_groups(models[1])
+    resumed.param_groups.reverse()
+    for lr, group in enumerate(saved.param_groups, 1):
+        group["lr"] = lr / 8
+    train(models[0], saved, 0)
+    states = copy.deepcopy(get_optimizer_state_dict(models[0], saved, options=options))
+    set_optimizer_state_dict(models[1], resumed, states, options=options)
+    assert [group["lr"] for group in resumed.param_groups] == [2 / 8, 1 / 8]
+    assert [group["weight_decay"] for group in resumed.param_groups] == [0.01, 0.0]
+    single = torch.optim.AdamW(list(models[1].named_parameters()), lr=0.5)
+    with pytest.raises(ValueError, match=r"are in one parameter group here, but (lr is 0\.\d+ and 0\.\d+|weight_decay is)"):
+        set_optimizer_state_dict(models[1], single, states, options=options)
+    assert single.param_groups[0]["lr"] == 0.5
+
+    for group in saved.param_groups:
+        group.update(lr=0.25, weight_decay=0.0)
+    set_optimizer_state_dict(models[1], single, get_optimizer_state_dict(models[0], saved, options=options), options=options)
+    assert single.param_groups[0]["lr"] == 0.25 and single.param_groups[0]["param_names"] == [n for n, _ in models[1].named_parameters()]
+    single.param_groups[0]["lr"] = 0.125
+    set_optimizer_state_dict(models[0], saved, get_optimizer_state_dict(models[1], single, options=options), options=options)
+    assert set(rates(saved).values()) == {0.125}
+    train(models[0], saved, 1)
+
+
+@KINDS
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, AdamW, Flat])
+@on_threads(2)
+def test_missing_states_are_refused_or_left(rank: int, world: int, kind: Any, options: StateDictOptions) -> None:
+    models = [net(), net()]
+    saved, resumed = (kind([*model[0].parameters()], lr=0.1) for model in models)
+    train(models[0], saved, 0)
+    for model, optimizer in zip(models, (saved, resumed), strict=True):
+        optimizer.add_param_group({"params": [*model[1].parameters()]})
+    states = copy.deepcopy(get_optimizer_state_dict(models[0], saved, options=options))
+    with pytest.raises(ValueError, match=r"(has no states of|lacks \[).*1\.weight.* with StateDictOptions\(strict=False\)"):
+        set_optimizer_state_dict(models[1], resumed, states, options=options)
+    options = StateDictOptions(full_state_dict=options.full_state_dict, strict=False)
+    set_optimizer_state_dict(models[1], resumed, states, options=options)
+    first = [int(resumed.state[p]["step"]) for p in models[1].parameters()]
+    assert first == [1, 1, 0, 0]
+
+
+@KINDS
+@on_threads(2)
+def test_optimizers_without_states_load_beside_others(rank: int, world: int, options: StateDictOptions) -> None:
+    models = [net(), net()]
+    saved, resumed = (
+        [torch.optim.SGD(model[0].parameters(), lr=lr), torch.optim.AdamW(model[1].parameters(), lr=lr)]
+        for model, lr in zip(models, (0.25, 0.5), strict=True)
+    )
+    set_optimizer_state_dict(models[1], resumed, get_optimizer_state_dict(models[0], saved, options=options), options=options)
+    assert [optimizer.param_groups[0]["lr"] for optimizer in resumed] == [0.25, 0.25]
 
 
 def whole(value: Any) -> torch.Tensor:
