@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from vescale_ray.new_states import canonical
 
@@ -104,11 +105,24 @@ def load_by_name(
                 _refuse_missing([name for name in kept if not given.get(name)], "states")
             own = {key: value for key, value in group.items() if key not in OF_THE_MODEL}
             described.append({**own, **_shared(names, hyper), "params": [*range(count, count + len(names))]})
-            state |= {count + index: states[name] for index, name in enumerate(names) if name in states}
+            for number, name in enumerate(names, count):
+                if name in states:
+                    state[number] = _placed(states[name], mine["state"].get(name, {}))
             count += len(names)
         loaded.append({"state": state, "param_groups": described})
     for optimizer, state_dict in zip(optimizers, loaded, strict=True):
         optimizer.load_state_dict(state_dict)
+
+
+def _placed(states: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of one parameter, sharded as those that the optimizer has. Collective if they are sharded otherwise."""
+    result = dict(states)
+    for key, value in states.items():
+        here = mine.get(key)
+        if isinstance(value, DTensor) and isinstance(here, DTensor) and value.shape == here.shape and value.placements != here.placements:
+            with torch.no_grad():
+                result[key] = torch.empty_like(here, dtype=value.dtype).copy_(value)
+    return result
 
 
 def _refuse_missing(names: Sequence[str], what: str) -> None:

@@ -358,6 +358,24 @@ def test_missing_states_are_refused_or_left(rank: int, world: int, kind: Any, op
     assert first == [1, 1, 0, 0]
 
 
+@pytest.mark.parametrize("options", [SHARDED, FLAT], ids=["sharded", "flat"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, AdamW, Flat, AdamW8bit])
+@on_threads(2)
+def test_sharded_states_of_another_layout_are_resharded(rank: int, world: int, kind: Any, options: StateDictOptions) -> None:
+    """A layer lies on both ranks in one model, on one rank in the other."""
+    models = [net(), fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))]
+    saved, resumed = (kind(model.parameters(), lr=0.1) for model in models)
+    train(models[0], saved, 0)
+    states = copy.deepcopy(get_optimizer_state_dict(models[0], saved, options=options))
+    set_optimizer_state_dict(models[1], resumed, states, options=options)
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert all(torch.equal(whole(value), whole(resumed.state[q][key])) for key, value in saved.state[p].items())
+        assert all(value.placements == q.placements for value in resumed.state[q].values() if isinstance(value, DTensor))
+    if kind is not AdamW8bit:  # it has its states from the start
+        with pytest.raises(ValueError, match=r"exp_avg of parameter \S+ is .* sharded differently \(vescale_ray.state_dict.set_optimizer"):
+            Flat(models[1].parameters()).load_state_dict(saved.state_dict())
+
+
 @KINDS
 @on_threads(2)
 def test_optimizers_without_states_load_beside_others(rank: int, world: int, options: StateDictOptions) -> None:

@@ -117,6 +117,9 @@ def completed(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> dic
         here, found = optimizer.state.get(param), given["state"].get(key)
         if here:
             _check(type(optimizer).__name__, name, here, found or {})
+        for kind, value in (found or {}).items() if not here else ():
+            if isinstance(value, Tensor) and value.shape == param.shape and param.dim():
+                _check_placed(kind, name, value, param)
     unknown = [key for key in given["state"] if key not in known]
     if unknown:
         raise ValueError(f"the state dict has states of parameters {unknown[:3]}, which are in none of its param groups: it is damaged")
@@ -136,11 +139,15 @@ def _check(optimizer: str, name: str, here: Mapping[str, Any], found: Mapping[st
             f"start from zero. Load a state dict of this optimizer with the same routing of parameters, or build a new one to start anew"
         )
     for kind, value in found.items():
-        if not _fits(value, here[kind]):
-            raise ValueError(
-                f"{kind} of parameter {name} is {_shown(value)}, here {_shown(here[kind])}: it belongs to another parameter, has other "
-                f"blocks, or is sharded differently (vescale_ray.state_dict.set_optimizer_state_dict and checkpoints reshard states)"
-            )
+        _check_placed(kind, name, value, here[kind])
+
+
+def _check_placed(kind: str, name: str, value: Any, here: Any) -> None:
+    if not _fits(value, here):
+        raise ValueError(
+            f"{kind} of parameter {name} is {_shown(value)}, here {_shown(here)}: it belongs to another parameter, has other blocks, or is "
+            f"sharded differently (vescale_ray.state_dict.set_optimizer_state_dict and checkpoints reshard states)"
+        )
 
 
 def _fits(value: Any, here: Any) -> bool:
