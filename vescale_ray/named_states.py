@@ -85,7 +85,7 @@ def load_by_name(
     Args:
         mine: the state dict of all ``optimizers``, by parameter name.
         given: the states to load; ``hyper``: the hyperparameters.
-        strict: refuse parameters of which ``hyper`` or ``given`` has nothing. Otherwise they keep what they have.
+        strict: refuse parameters without hyperparameters, or without states in a group with states. Otherwise they keep what they have.
 
     Raises:
         ValueError: nothing was changed, unless an optimizer itself refuses its part.
@@ -101,8 +101,9 @@ def load_by_name(
             names = next(remaining)["params"]
             if strict:
                 _refuse_missing([name for name in names if name not in hyper], "hyperparameters")
-                kept = [name for name, p in zip(names, group["params"], strict=True) if p.requires_grad and optimizer.state.get(p)]
-                _refuse_missing([name for name in kept if not given.get(name)], "states")
+                trained = [name for name, p in zip(names, group["params"], strict=True) if p.requires_grad]
+                if any(given.get(name) for name in names) or any(optimizer.state.get(p) for p in group["params"]):
+                    _refuse_missing([name for name in trained if not given.get(name)], "states")
             own = {key: value for key, value in group.items() if key not in OF_THE_MODEL}
             described.append({**own, **_shared(names, hyper), "params": [*range(count, count + len(names))]})
             for number, name in enumerate(names, count):
