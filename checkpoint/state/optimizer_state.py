@@ -219,12 +219,18 @@ def create_states(
 
 
 def _form(param: torch.Tensor, kind: str, source: str, checkpoint: Saved) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Shape and dtype that a state of ``param`` has if it is stored, for the parameter ``source``; else ``None``."""
+    """Shape and dtype that a state of ``param`` has if it is stored, for the parameter ``source``; else ``None``.
+
+    A state of its parameter's dtype keeps to it if the load casts the parameter: torch's optimizers can't step others.
+    """
     stored = checkpoint.tensors
-    if source in stored and kind in stored[source].kinds:
-        return tuple(param.shape), stored[source].kinds[kind]
+    own = stored[source].kinds if source in stored else {}
+    if kind in own:
+        return tuple(param.shape), param.dtype if own[kind] == own.get("param") else own[kind]
     apart = stored.get(f"{source}/{kind}")
-    return (apart.shape, apart.kinds["state"]) if apart is not None else None
+    if apart is None:
+        return None
+    return apart.shape, param.dtype if apart.kinds["state"] == own.get("param") else apart.kinds["state"]
 
 
 def _zeros(

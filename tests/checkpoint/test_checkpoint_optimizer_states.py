@@ -18,6 +18,7 @@ from torch import nn
 from tests.ranks import on_threads
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.fsdp import fully_shard
+from vescale_ray.optim import Flat
 from vescale_ray.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 
@@ -209,3 +210,23 @@ def test_states_that_one_rank_lacks_are_refused_with_a_remedy(rank: int, world: 
     fresh = torch.optim.AdamW(model.parameters())
     ckpt.load({"model": model, "optimizer": fresh}, tmp_path)
     assert torch.equal(fresh.state[model.weight]["exp_avg"].to_local(), optimizer.state[model.weight]["exp_avg"].to_local())
+
+
+@pytest.mark.parametrize("wider", [False, True], ids=["float32 to bfloat16", "bfloat16 to float32"])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adafactor, Flat])
+def test_states_are_cast_with_their_parameters(tmp_path: Path, make: Callable[[Any], torch.optim.Optimizer], wider: bool) -> None:
+    """A new optimizer got the states' stored dtype; the next step then raised."""
+    dtypes = [torch.bfloat16, torch.float32] if wider else [torch.float32, torch.bfloat16]
+    models = [nn.Linear(4, 4).to(dtype) for dtype in dtypes]
+    saved, resumed = (make(model.parameters()) for model in models)
+    models[0](torch.ones(2, 4, dtype=dtypes[0])).sum().backward()
+    saved.step()
+    ckpt.save({"model": models[0], "optimizer": saved}, tmp_path, 1)
+    ckpt.load({"model": models[1], "optimizer": resumed}, tmp_path, cast=True)
+    copied = make(models[1].parameters())
+    copied.load_state_dict(saved.state_dict())
+    for p in models[1].parameters():
+        assert {key: value.dtype for key, value in resumed.state[p].items()} == {key: value.dtype for key, value in copied.state[p].items()}
+        assert all(torch.equal(value, copied.state[p][key]) for key, value in resumed.state[p].items())
+    models[1](torch.ones(2, 4, dtype=dtypes[1])).sum().backward()
+    resumed.step()
