@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale_ray.new_states import canonical
+from vescale_ray.new_states import OF_SCHEDULERS, canonical
 
 OF_THE_MODEL = frozenset({"params", "param_names"})
 """Keys of a param group that are no hyperparameters."""
@@ -103,9 +103,13 @@ def load_by_name(
                 _refuse_missing([name for name in names if name not in hyper], "hyperparameters")
                 trained = [name for name, p in zip(names, group["params"], strict=True) if p.requires_grad]
                 if any(given.get(name) for name in names) or any(optimizer.state.get(p) for p in group["params"]):
-                    _refuse_missing([name for name in trained if not given.get(name)], "states")
+                    kinds = {name: mine["state"].get(name, {}).keys() for name in trained}
+                    _refuse_missing([name for name in trained if not given.get(name) or kinds[name] - given[name].keys()], "states")
             own = {key: value for key, value in group.items() if key not in OF_THE_MODEL}
-            described.append({**own, **_shared(names, hyper), "params": [*range(count, count + len(names))]})
+            loaded_ones = _shared(names, hyper)
+            if strict:
+                _refuse_other(type(optimizer).__name__, own.keys() - OF_SCHEDULERS, loaded_ones.keys() - OF_SCHEDULERS)
+            described.append({**own, **loaded_ones, "params": [*range(count, count + len(names))]})
             for number, name in enumerate(names, count):
                 if name in states:
                     state[number] = _placed(states[name], mine["state"].get(name, {}))
@@ -132,6 +136,15 @@ def _refuse_missing(names: Sequence[str], what: str) -> None:
         raise ValueError(
             f"the optimizer state dict has no {what} of {shown}: build the model and the groups as they were saved, or load what "
             "it has with StateDictOptions(strict=False)"
+        )
+
+
+def _refuse_other(optimizer: str, ours: Set[str], theirs: Set[str]) -> None:
+    """Refuse the state dict of another optimizer. Other versions of torch may have more hyperparameters, or fewer."""
+    if not (ours <= theirs or theirs <= ours):
+        raise ValueError(
+            f"the state dict is not one of {optimizer}: they differ in the hyperparameters {', '.join(sorted(ours ^ theirs)[:4])}; make "
+            "the same optimizer, or a new one without loading its state"
         )
 
 

@@ -394,5 +394,18 @@ def test_optimizers_without_states_load_beside_others(rank: int, world: int, opt
     assert [bool(other.state.get(p)) for p in models[1].parameters()] == [False, False, True, True]
 
 
+@KINDS
+@on_threads(2)
+def test_the_state_dict_of_another_optimizer_is_refused(rank: int, world: int, options: StateDictOptions) -> None:
+    model = net()
+    saved = torch.optim.AdamW(model.parameters())
+    train(model, saved, 0)
+    states = copy.deepcopy(get_optimizer_state_dict(model, saved, options=options))
+    with pytest.raises(ValueError, match=r"(has no states of|lacks \[).*0\.weight"):
+        set_optimizer_state_dict(model, torch.optim.SGD(model.parameters(), momentum=0.5), states, options=options)
+    with pytest.raises(ValueError, match=r"not one of SGD: they differ in the hyperparameters amsgrad|lacks \[.* and has \["):
+        set_optimizer_state_dict(model, torch.optim.SGD(model.parameters()), states, options=options)
+
+
 def whole(value: Any) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)
