@@ -292,8 +292,8 @@ def stateless(
     key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: FlatState, checkpoint: Saved, choice: TensorChoice
 ) -> set[str]:
     """Names of the parameters that have no state in the checkpoint, for example since it was saved before the first step. Their states go,
-    as in torch. Optimizers with states from the start keep all, and so miss them."""
-    if hasattr(optimizer, "adopt_states"):
+    as in torch. Combined optimizers have all states from the start, and so miss them."""
+    if hasattr(optimizer, "optimizers"):
         return set()
     scalars = {checkpoint.aliases.get(name, name) for by_name in saved["scalars"].values() for name in by_name}
     kinds = [kind_of(key, state_key) for state_key in saved["kinds"]]

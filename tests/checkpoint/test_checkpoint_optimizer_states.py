@@ -85,7 +85,9 @@ def test_other_states_of_no_parameter_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [Counter, lambda p: torch.optim.AdamW(p, 0.1), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)], ids=["counter", "adamw", "sgd"]
+    "make",
+    [Counter, lambda p: torch.optim.AdamW(p, 0.1), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: Flat(p, lr=0.1)],
+    ids=["counter", "adamw", "sgd", "flat"],
 )
 def test_a_checkpoint_from_before_the_first_step_clears_states(tmp_path: Path, make: Callable[[Any], torch.optim.Optimizer]) -> None:
     model = net()
@@ -108,10 +110,11 @@ def test_a_load_that_fails_clears_no_state(tmp_path: Path) -> None:
     assert {p: dict(state) for p, state in optimizer.state.items()} == before
 
 
-def test_one_parameter_without_states_is_cleared_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Flat])
+def test_one_parameter_without_states_is_cleared_alone(tmp_path: Path, kind: Any) -> None:
     """A parameter that was frozen until after the checkpoint."""
     model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    optimizer = kind(model.parameters(), lr=0.1)
     model[1].weight.requires_grad_(False)
     train(model, optimizer)
     ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 0)
