@@ -90,7 +90,7 @@ def refusals(rank: int, world: int) -> None:
         x.share_memory_()
     with pytest.raises(RuntimeError, match="to_local"):
         torch.from_dlpack(x)
-    with pytest.raises(RuntimeError, match=r"export its to_local\(\), or full_tensor\(\), taken on every rank"):
+    with pytest.raises(RuntimeError, match=r"use its to_local\(\), or full_tensor\(\), taken on every rank"):
         x.numpy()
     mesh = init_device_mesh("cpu", (3,))
     local = torch.zeros(2, 5) if rank != 2 else torch.zeros(5, 5)
@@ -175,7 +175,7 @@ def results(rank: int, world: int) -> None:
     assert f"{x[7][4]:.2f}" == f"{full[7][4]:.2f}"
     for collective in (lambda v: dist.all_reduce(v), lambda v: dist.broadcast(v, 0), lambda v: dist.all_gather([v, v], v)):
         for value in (x, x.norm(), x.t(), x.sum(0)):  # each rank would reduce a copy, and the result would be lost
-            with pytest.raises(RuntimeError, match=r"or the collective on to_local\(\)"):
+            with pytest.raises(RuntimeError, match=r"or call it on full_tensor\(\) or on to_local\(\)"):
                 collective(value)
 
 

@@ -49,6 +49,17 @@ class Net(nn.Module):
         return self.head(x) * self.scale
 
 
+class Scaled(nn.Module):
+    """A forward hook that multiplies an output by a parameter, which stays 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, _module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * self.scale
+
+
 class Lazy(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.LazyLinear(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
@@ -890,10 +901,8 @@ METHODS: dict[str, Case] = {
     "a parameter added beside sharded ones": Case(
         lambda m: (m.register_parameter("late", nn.Parameter(torch.ones(4))), m(batch(0, 0))),
         ValueError,
-        ("'late' was added", "apply fully_shard to a module of its own that holds it"),
-        after(
-            lambda m: (delattr(m, "late"), m.head.add_module("own", fully_shard(nn.ParameterList([nn.Parameter(torch.ones(4), False)]))))
-        ),
+        ("'late' was added", "apply fully_shard to a module of its own whose forward uses it"),
+        after(lambda m: (delattr(m, "late"), m.head.register_forward_hook(fully_shard(Scaled())))),
         one_unit,
     ),
     **{f"{method}: a string": switch(method, flag) for method, flag in FLAGS.items()},
@@ -934,6 +943,8 @@ def test_export_of_a_sharded_model_is_refused(rank: int, world: int) -> None:
             torch.export.export(model, (batch(0, 0),))
         with pytest.raises(RuntimeError, match=r"torch\.jit\.trace of a sharded model .*full_state_dict=True"):
             torch.jit.trace(model, batch(0, 0), check_trace=False)
+        with pytest.raises(RuntimeError, match=r"torch\.jit\.script of a sharded model .*full_state_dict=True"):
+            torch.jit.script(model)
         plain = Net()
         plain.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
         torch.testing.assert_close(torch.export.export(plain, (batch(0, 0),)).module()(batch(0, 0)), model(batch(0, 0)))

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
+from torch.optim.swa_utils import AveragedModel
 
 from tests.fsdp.test_fsdp_hooked import Plain, bare
 from tests.fsdp.towers import filled
@@ -19,6 +21,13 @@ from tests.fsdp.transformer import full
 from tests.ranks import on_threads
 from vescale_ray import RaggedShard, fully_shard
 from vescale_ray.fsdp import stand_in_for_torch
+
+
+class Scaled(nn.Module):
+    """A parametrization."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
 
 
 def layers(width: int = 8) -> Any:
@@ -192,3 +201,86 @@ def test_parameter_of_another_shape_is_refused(rank: int, world: int) -> None:
             ours.load_state_dict({**ours.state_dict(), "0.weight": torch.zeros(3, 8)}, assign=assign)
     ours[0].weight.data = ours[0].weight.data * 1.0
     trains_as(ours, alone, torch.ones(2, 8))
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class ScaledLayers(nn.Module):
+    """Two layers, the second of which is scaled by what was added to ``extra``: parameters, or modules that use theirs."""
+
+    def __init__(self, extra: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.extra = layers(), extra
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x)
+        for one in self.extra:  # type: ignore[attr-defined]
+            x = one(x) if isinstance(one, nn.Module) else x * one
+        return x
+
+
+@on_threads(2)
+def test_a_parameter_added_to_a_list_needs_a_forward(rank: int, world: int) -> None:
+    ours, alone, x = ScaledLayers(nn.ParameterList()), ScaledLayers(nn.ModuleList([Scale()])), torch.ones(2, 8)
+    sharded(ours.layers)
+    fully_shard(ours)(x)
+    ours.extra.append(nn.Parameter(torch.ones(8)))  # type: ignore[operator]
+    with pytest.raises(ValueError, match="'extra.0' was added .* apply fully_shard to a module of its own whose forward uses it"):
+        ours(x)
+    ours.extra = nn.ModuleList([fully_shard(Scale())])
+    trains_as(ours, alone, x)
+
+
+@pytest.mark.parametrize("change", [lambda layer: parametrize.register_parametrization(layer, "weight", Scaled()), weight_norm])
+@on_threads(2)
+def test_a_weight_is_parametrized_before_it_is_sharded(rank: int, world: int, change: Callable[[Any], object]) -> None:
+    late = sharded(layers())
+    change(late[0])
+    with pytest.raises(ValueError, match="'0.weight' was removed .* parametrize or prune it, before fully_shard"):
+        late(torch.ones(2, 8))
+    ours, alone = layers(), layers()
+    change(ours[0])
+    change(alone[0])
+    trains_as(sharded(ours), alone, torch.ones(2, 8))
+
+
+@on_threads(2)
+def test_an_average_is_made_of_the_plain_model(rank: int, world: int) -> None:
+    ours, alone = layers(), layers()
+    with pytest.raises(AssertionError, match="an AveragedModel takes the plain module"):
+        AveragedModel(sharded(layers()))
+    averages = AveragedModel(ours), AveragedModel(alone)
+    sharded(ours)
+    sharded(averages[0].module)
+    for average, model in zip(averages, (ours, alone), strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+    torch.testing.assert_close(averages[0](torch.ones(2, 8)), averages[1](torch.ones(2, 8)))
+
+
+@pytest.mark.parametrize("kind", ["plain", "replicated"])
+@on_threads(2)
+def test_a_gradient_of_another_placement_is_named(rank: int, world: int, kind: str) -> None:
+    ours, alone, x = sharded(layers()), layers(), torch.ones(2, 8)
+    weight = ours[1].weight
+    value = torch.ones(8, 8)
+    weight.grad = value if kind == "plain" else DTensor.from_local(value, weight.device_mesh, [Replicate()])
+    with pytest.raises(ValueError, match=r"'1.weight' has a \w+ with .* as its gradient.*torch.zeros_like\(parameter\)"):
+        ours(x).square().mean().backward()
+    ours.reset_iter_state()
+    ours.zero_grad()
+    weight.grad = torch.zeros_like(weight)
+    for model in (ours, alone):
+        model(x).square().mean().backward()
+    torch.testing.assert_close(full(weight.grad), alone[1].weight.grad)

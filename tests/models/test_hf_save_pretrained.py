@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import on_processes
+from tests.ranks import on_processes, on_threads
 from vescale_ray import fully_shard
 from vescale_ray.state_dict import StateDictOptions, get_model_state_dict
 
@@ -33,3 +33,20 @@ def test_save_pretrained_names_a_remedy_that_works(rank, world, tmp_path):
     saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     for name, value in alone.state_dict().items():
         assert torch.equal(saved.state_dict()[name], value), name
+
+
+@on_threads(2)
+def test_adapters_are_saved_from_whole_tensors(rank, world, tmp_path):
+    """peft takes the state dict as one of its other arguments."""
+    peft = pytest.importorskip("peft")
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(8, 8)), peft.LoraConfig(r=2, target_modules=["0"]))
+    expected = {name: value.clone() for name, value in peft.get_peft_model_state_dict(model).items()}
+    fully_shard(model)
+    with pytest.raises(ValueError, match=r"save_pretrained\(\) of a sharded module needs whole tensors: .*get_model_state_dict"):
+        model.save_pretrained(tmp_path)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    model.save_pretrained(tmp_path / str(rank), state_dict=state)
+    saved = safetensors.load_file(tmp_path / str(rank) / "adapter_model.safetensors")
+    torch.testing.assert_close(saved, expected)

@@ -55,6 +55,9 @@ with private_names():
     # Whether this backward adds to a leaf's gradient, or returns it to the caller of torch.autograd.grad.
     from torch._C import _will_engine_execute_node as will_engine_execute_node  # type: ignore[attr-defined]
 
+    # Gives the outer tensor of a DTensor another shape, without dispatching to the DTensor.
+    from torch._C import _DisableTorchDispatch as DisableTorchDispatch
+
     # Sees each operation with the tensors that it writes to, also behind .data.
     from torch.utils._python_dispatch import TorchDispatchMode
 

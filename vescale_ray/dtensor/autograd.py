@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from vescale_ray.compat.core import (
     run_as_is,
 )
 from vescale_ray.compat.tensor import DTensorSpec, distribute_tensors
+from vescale_ray.dtensor.arguments import placement_list
 from vescale_ray.dtensor.redistribution import move, plain_spec, start
 from vescale_ray.dtensor.spec import make_spec, ragged_mesh_dim, replicated, settled_placements, wrap
 from vescale_ray.dtensor.transfer import ArrivingTensor, arrived
@@ -147,7 +148,7 @@ def _whole(tensor: DTensor) -> Tensor:
 
 def redistributed(tensor: DTensor, placements: Sequence[Placement], async_op: bool = False, *dtypes: torch.dtype | None) -> DTensor:
     """``tensor`` with other placements on its mesh. ``dtypes`` are those of the collectives in forward and backward."""
-    return cast(DTensor, Redistribute.apply(tensor, tuple(placements), async_op, *(dtypes or (None, None))))
+    return cast(DTensor, Redistribute.apply(tensor, placement_list(placements), async_op, *(dtypes or (None, None))))
 
 
 def _redistributed(grad: Tensor, placements: tuple[Placement, ...]) -> DTensor:
@@ -184,6 +185,15 @@ class RaggedAwareDTensor(DTensor):
     def tolist(self) -> Any:
         """The numbers of the whole tensor, by one collective, as ``item()`` gives one."""
         return whole_of(cast(DTensor, self.detach())).tolist()
+
+    def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise: the memory belongs to the local tensor. Export as an array asks for this, and safetensors for :meth:`storage`."""
+        raise RuntimeError(
+            f"a {type(self).__name__} of shape {tuple(self.shape)} has no memory of its own to export or save: use its to_local(), or "
+            f"full_tensor(), taken on every rank; load_state_dict() on every rank loads whole tensors into a sharded module"
+        )
+
+    __dlpack_device__ = __array__ = numpy = storage = __dlpack__  # type: ignore[assignment]
 
     def __float__(self) -> float:
         return float(self._number()) if _skips_dispatch() else super().__float__()
@@ -231,10 +241,12 @@ class RaggedAwareDTensor(DTensor):
         Raises:
             ValueError: ``device_mesh`` is another mesh, or the placements don't fit.
         """
+        if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+            raise TypeError(f"redistribute got {device_mesh!r} as its mesh: name the argument, as redistribute(placements=[Shard(0)])")
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise ValueError(f"can't redistribute from {self.device_mesh} to {device_mesh}: only placements on the same mesh can change")
         if placements is None:
-            raise ValueError("redistribute needs placements")
+            raise ValueError("redistribute needs placements, as redistribute(placements=[Replicate()])")
         return redistributed(self, placements, async_op, forward_dtype, backward_dtype)
 
 

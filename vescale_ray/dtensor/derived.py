@@ -15,7 +15,7 @@ from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
 from vescale_ray.dtensor.autograd import Classes, RaggedAwareDTensor, whole_of
 from vescale_ray.dtensor.operations.arguments import each, each_argument, tensor_arguments, tensors_in
 from vescale_ray.dtensor.operations.schema import WHOLE_WHERE, different_meshes, plain_is_whole, refuse_leaf, schema_facts, written
-from vescale_ray.dtensor.operations.whole import held_whole, is_dtensor, on_local, write_local
+from vescale_ray.dtensor.operations.whole import held_whole, is_dtensor, on_local, refuse_new_shape, reshape_in_place, write_local
 from vescale_ray.dtensor.redistribution import contribution, move
 from vescale_ray.dtensor.spec import ShapedSpec, pending_spec, replicated, settled_placements, wrap
 from vescale_ray.dtensor.transfer import arrived
@@ -57,6 +57,7 @@ class GatheredView(RaggedAwareDTensor):
         view = next((target for target in tensors_in(targets) if isinstance(target, GatheredView)), None)
         if view is None:
             return
+        refuse_new_shape(func, "a gathered copy of a RaggedDTensor")
         what = f"{func}: this tensor is a gathered copy, not a view, of a RaggedDTensor"
         if torch.is_grad_enabled() and any(source.tensor.requires_grad for source in view._sources):
             raise RuntimeError(
@@ -179,6 +180,8 @@ class DerivedDTensor(RaggedAwareDTensor):
         if targets:
             if not any(isinstance(t, DTensor) for t in targets):
                 return _write_plain(func, args, kwargs)
+            if torch.Tag.inplace_view in func.tags:
+                return reshape_in_place(func, args, kwargs)
             return _write(func, targets, args, kwargs)
         tensors = tensor_arguments(args, kwargs)
         moved = name in _SAME_ELEMENTS or (is_view and not {name, f"{name}.{func._schema.overload_name}"} & _OTHER_NUMBERS)
@@ -315,14 +318,14 @@ def _write(func: Any, targets: list[Any], args: Any, kwargs: dict[str, Any]) -> 
 
     args, kwargs = each_argument(stand_in, args, kwargs)
     whole = all(isinstance(t, DerivedDTensor) for t in targets) and held_whole(list(filter(is_dtensor, tensor_arguments(args, kwargs))))
-    if whole and not {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view} & set(func.tags):
+    if whole and torch.Tag.nondeterministic_seeded not in func.tags:
         result = write_local(func, args, kwargs)
     else:
         result = func(*args, **kwargs)
     for value, plain in stand_ins:
         if not any(value is t for t in targets):
             continue
-        if _is_norm(value) or not _is_pending(value) or torch.Tag.inplace_view in func.tags:
+        if _is_norm(value) or not _is_pending(value):
             value._local_tensor, value._spec = plain._local_tensor, plain._spec
         else:
             pending = [dim for dim, p in enumerate(value.placements) if p.is_partial()]

@@ -25,6 +25,7 @@ from torch.distributed.tensor import distribute_tensor as _torch_distribute_tens
 
 from vescale_ray.compat.core import global_optimizer_pre_hooks, optim_foreach_types, run_as_is, util_foreach_types
 from vescale_ray.compat.tensor import DTensorSpec, NormPartial
+from vescale_ray.dtensor.arguments import checked_spec, compare_with_others, placement_list, whole_shape
 from vescale_ray.dtensor.autograd import Classes, FromLocal, RaggedAwareDTensor, redistributed
 from vescale_ray.dtensor.derived import TENSOR_DATA, formatted, unpickled_derived
 from vescale_ray.dtensor.operations.ops import RaggedFallbackWarning, dispatch, wrap
@@ -54,7 +55,7 @@ class RaggedDTensor(RaggedAwareDTensor):
         device_mesh: DeviceMesh,
         placements: Sequence[Placement],
         *,
-        shape: Sequence[int],
+        shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
         run_check: bool = False,
     ) -> RaggedDTensor:
@@ -63,6 +64,7 @@ class RaggedDTensor(RaggedAwareDTensor):
         Args:
             local_tensor: contiguous, shape ``(units_here, *shape[len(dims):])``.
             placements: exactly one RaggedShard, and Replicate, Shard or Partial elsewhere.
+            shape: global shape; None: computed from this rank's rows, if every rank has some and no other dimension is cut.
             stride: strides of the global tensor, which must be row-major.
             run_check: compare with the other ranks (one small object gather per mesh dimension), so that all ranks raise if one does.
 
@@ -72,14 +74,16 @@ class RaggedDTensor(RaggedAwareDTensor):
         """
         fault, spec = None, None
         try:
-            spec = _checked_spec(local_tensor, device_mesh, placements, shape, stride)
+            placements = placement_list(placements)
+            shape = whole_shape(local_tensor, device_mesh, placements) if shape is None else shape
+            spec = checked_spec(local_tensor, device_mesh, placements, shape, stride)
         except ValueError as error:
             if not run_check:
                 raise
             fault = error  # the other ranks must learn of it before they use the tensor
         if run_check:
-            mine = (tuple(shape), str(local_tensor.dtype), [repr(p) for p in placements], str(fault) if fault else None)
-            _compare_with_others(device_mesh, mine, fault)
+            mine = (tuple(shape or ()), str(local_tensor.dtype), [repr(p) for p in placements], str(fault) if fault else None)
+            compare_with_others(device_mesh, mine, fault)
         assert spec is not None
         return cast(RaggedDTensor, FromLocal.apply(local_tensor, spec))
 
@@ -97,14 +101,6 @@ class RaggedDTensor(RaggedAwareDTensor):
     def share_memory_(self) -> NoReturn:
         """Raise: the memory belongs to the local tensor."""
         raise RuntimeError("share_memory_() of a RaggedDTensor: share its to_local()")
-
-    def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise: the memory belongs to the local tensor."""
-        raise RuntimeError(
-            "a RaggedDTensor has no memory of its own to export: export its to_local(), or full_tensor(), taken on every rank"
-        )
-
-    __dlpack_device__ = numpy = __dlpack__  # type: ignore[assignment]
 
     def local_interval(self) -> tuple[int, int]:
         """Flat elements ``[start, end)`` of the full tensor that this rank holds; ``start == end`` if none.
@@ -150,7 +146,10 @@ class RaggedDTensor(RaggedAwareDTensor):
         if isinstance(value, DTensor) and value.shape == self.shape and value.device_mesh == self.device_mesh:
             value = redistribute(cast(DTensor, value.detach()), self.placements)  # as vector_to_parameters() assigns
         if not isinstance(value, RaggedDTensor) or not sharding_of(value._spec).same_layout(sharding_of(self._spec)):
-            raise ValueError(f"can't set .data of {sharding_of(self._spec).describe()} to {_describe(value)}: give a DTensor of its shape")
+            raise ValueError(
+                f"can't set .data of {sharding_of(self._spec).describe()} to {_describe(value)}: give a DTensor of its "
+                "shape, as vescale_ray.distribute_tensor(whole, p.device_mesh, p.placements), or write with copy_()"
+            )
         TENSOR_DATA.__set__(self, value)
         self._local_tensor, self._spec = value._local_tensor, value._spec
 
@@ -244,6 +243,7 @@ def distribute_tensor(
     Raises:
         ValueError: the placements don't fit the mesh or the shape, or the tensor is distributed already in another way.
     """
+    placements = None if placements is None else placement_list(placements)
     if placements is None or ragged_mesh_dim(placements) is None:
         if isinstance(tensor, RaggedDTensor):
             raise ValueError(f"tensor is {sharding_of(tensor._spec).describe()} already: use its redistribute()")
@@ -309,49 +309,6 @@ def local_interval(tensor: Tensor) -> tuple[int, int]:
     rows, inner = int(tensor.shape[0]), math.prod(tensor.shape[1:])
     step, rank = -(-rows // mesh.size(cut[0])), mesh.get_local_rank(cut[0])
     return min(rank * step, rows) * inner, min((rank + 1) * step, rows) * inner
-
-
-# -- checks --------------------------------------------------------------------------------------------------------------
-
-
-def _checked_spec(
-    local_tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: Sequence[int] | None
-) -> DTensorSpec:
-    """The spec for :meth:`RaggedDTensor.from_local`, after its checks; raises its ValueError."""
-    if isinstance(local_tensor, DTensor):
-        raise ValueError(f"local_tensor is a {type(local_tensor).__name__}: give the plain local part")
-    spec = make_spec(device_mesh, placements, shape, local_tensor.dtype)
-    sharding = sharding_of(spec)
-    if tuple(local_tensor.shape) != sharding.local_shape:
-        raise ValueError(
-            f"local tensor has shape {tuple(local_tensor.shape)}, but rank {sharding.rank} of {sharding.describe()} "
-            f"holds {sharding.local_shape}"
-        )
-    if not local_tensor.is_contiguous():
-        raise ValueError(f"local tensor {tuple(local_tensor.shape)} has strides {local_tensor.stride()}: it must be contiguous")
-    if stride is not None and tuple(stride) != sharding.stride and sharding.numel > 1:
-        raise ValueError(f"stride is {tuple(stride)}: a ragged tensor of shape {tuple(shape)} is row-major, {sharding.stride}")
-    return spec
-
-
-def _compare_with_others(mesh: DeviceMesh, mine: tuple[Any, ...], fault: ValueError | None) -> None:
-    """Raise on every rank of the mesh if one has a fault (the last of ``mine``) or other values. One small gather per dimension."""
-    me = tuple(mesh.get_coordinate() or ())
-    known: dict[tuple[int, ...], Any] = {me: mine}
-    for dim in range(mesh.ndim):
-        if mesh.size(dim) > 1:
-            parts: list[Any] = [None] * mesh.size(dim)
-            dist.all_gather_object(parts, known, group=mesh.get_group(dim))
-            known = {place: said for part in parts for place, said in part.items()}
-    if fault is not None:
-        raise fault
-    first = min(known)
-    for place in sorted(known):
-        if known[place][-1] is not None:
-            raise ValueError(f"the rank at {place} of the mesh: {known[place][-1]}")
-        if known[place] != known[first]:
-            given, other = known[place][:-1], known[first][:-1]
-            raise ValueError(f"the rank at {place} of the mesh gave {given}, that at {first} gave {other}: give the same")
 
 
 # -- small helpers -------------------------------------------------------------------------------------------------------

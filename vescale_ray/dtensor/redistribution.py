@@ -76,7 +76,7 @@ def start(local: torch.Tensor, source: DTensorSpec, placements: Sequence[Placeme
     assert source.tensor_meta is not None
     mesh, shape, dtype = source.mesh, tuple(source.tensor_meta.shape), source.tensor_meta.dtype
     if len(placements) != mesh.ndim:
-        raise ValueError(f"{len(placements)} placements for a mesh of {mesh.ndim} dimensions")
+        raise ValueError(f"{len(placements)} placements for a mesh of {mesh.ndim} dimensions: give one for each")
     want = positive_dims(placements, shape)
     if want == source.placements:
         return Transfer(local), source

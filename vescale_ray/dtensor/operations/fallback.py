@@ -27,6 +27,7 @@ from vescale_ray.dtensor.operations.schema import (
     refuse_leaf,
     written,
 )
+from vescale_ray.dtensor.operations.whole import refuse_new_shape
 from vescale_ray.dtensor.redistribution import move
 from vescale_ray.dtensor.spec import replicated, sharding_of
 from vescale_ray.dtensor.transfer import arrived
@@ -66,6 +67,7 @@ def fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[
     for target in targets:
         for item in target if isinstance(target, list | tuple) else (target,):
             if isinstance(item, cls):
+                refuse_new_shape(func, sharding_of(item._spec).describe())
                 raise RuntimeError(
                     f"{func} would write to {sharding_of(item._spec).describe()}, which it can't do part by part: "
                     "change its full_tensor() on all ranks alike and write that back with copy_(), or work on to_local()"

@@ -40,8 +40,9 @@ def schema_facts(func: Any) -> tuple[tuple[str, ...], bool]:
     schema = func._schema
     if "c10d" in func.namespace:
         raise RuntimeError(
-            f"{func} of a ragged tensor, or of what was computed from one: it already stands for the whole over all ranks. Call "
-            "full_tensor() for the whole on each rank, or the collective on to_local(), this rank's part"
+            f"{func} of a ragged tensor, or of what was computed from one: it already stands for the whole over all ranks. Leave "
+            "out the collective, and wrappers that call it (DistributedDataParallel, ZeroRedundancyOptimizer), or call it on "
+            "full_tensor() or on to_local(), this rank's part"
         )
     writes = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     if schema.name.removeprefix("aten::") in HIDDEN_WRITES:

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from vescale_ray.compat.core import DisableTorchDispatch
 from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
 from vescale_ray.dtensor.autograd import made
 from vescale_ray.dtensor.operations.arguments import each, each_argument, tensor_arguments
@@ -69,6 +71,34 @@ def write_local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if written_to is not value._local_tensor:
             value._local_tensor.copy_(written_to)
     return each(lambda r: next((value for value, of in known if of is r), r), result)
+
+
+def reshape_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run ``squeeze_`` and its like on a DTensor of which every rank holds all elements, and give the outer tensor the new shape, too."""
+    value: DTensor = args[0]
+    known = f"a {type(value).__name__} of shape {tuple(value.shape)} with placements {value.placements}"
+    local = arrived(value._local_tensor).detach()  # another object on the same memory: views may hold the first one
+    if func._schema.name.removeprefix("aten::") not in _RESHAPES or not held_whole([value]):
+        refuse_new_shape(func, known)
+    func(local, *args[1:], **kwargs)
+    with DisableTorchDispatch():
+        func(value, *args[1:], **kwargs)
+    meta = TensorMeta(local.shape, local.stride(), local.dtype)
+    value._local_tensor, value._spec = local, DTensorSpec(value.device_mesh, value.placements, tensor_meta=meta)
+    return value
+
+
+_RESHAPES = frozenset({"squeeze_", "unsqueeze_", "t_", "transpose_", "swapdims_", "swapaxes_", "detach_"})
+"""Operations that only change the shape of a tensor, in place."""
+
+
+def refuse_new_shape(func: Any, described: str) -> None:
+    """Raise if ``func`` would change the shape or the memory of a DTensor in place, as ``resize_`` does."""
+    if torch.Tag.inplace_view in func.tags:
+        raise RuntimeError(
+            f"{func} would change the shape or the memory of {described} in place: use an operation that returns a new tensor, as t() for "
+            "t_(), or work on full_tensor()"
+        )
 
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:

@@ -36,7 +36,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from vescale_ray.compat.tensor import compute_local_shape_and_global_offset, distribute_tensors, init_tensor
-from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute
 from vescale_ray.dtensor.spec import layout_of, ragged_mesh_dim
 from vescale_ray.fsdp.construction.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
@@ -123,7 +122,6 @@ def _from_local(
     if any(value is not None for value in how.values()):
         raise ValueError(f"DTensor.from_local with placements {list(placements)} takes no {', '.join(how)}: leave it out")
     mesh = _torchs_from_local(torch.empty(0)).device_mesh if device_mesh is None else device_mesh
-    shape = _whole_shape(local_tensor, mesh, placements) if shape is None else shape
     return RaggedDTensor.from_local(local_tensor, mesh, placements, shape=shape, stride=stride, run_check=run_check)
 
 
@@ -139,21 +137,6 @@ def _init_tensor(
 
 
 _OUR_FROM_LOCAL = staticmethod(_from_local)
-
-
-def _whole_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Size:
-    """The shape of the whole tensor, computed from this rank's part ``local`` if it can be; otherwise all ranks raise ValueError."""
-    dim = ragged_mesh_dim(placements)
-    assert dim is not None
-    ragged = cast(RaggedShard, placements[dim])
-    others = [p for i, p in enumerate(placements) if i != dim]
-    if ragged.dims != (0,) or not all(ragged.local_units) or any(p.is_shard() for p in others):
-        raise ValueError(
-            f"DTensor.from_local of a local tensor {tuple(local.shape)} with placements {list(placements)}: give shape=, the shape of the "
-            "whole tensor, which this part does not tell"
-        )
-    rows = local.shape[0] * sum(ragged.local_units) // ragged.local_units[mesh.get_local_rank(dim)]
-    return torch.Size((rows, *local.shape[1:]))
 
 
 @functools.wraps(_torchs_redistribute)

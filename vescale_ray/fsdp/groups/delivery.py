@@ -149,7 +149,7 @@ class Delivery:
         for index, param in enumerate(self.params):
             earlier = self._rest.get(index)
             if earlier is None and param.sharded.grad is not None:
-                earlier = local_of(param.sharded.grad)
+                earlier = _part_of_gradient(param)
             if earlier is not None:
                 self._local_view(shard, index).copy_(earlier)
         return out
@@ -194,7 +194,7 @@ class Delivery:
             if param.sharded.grad is None:
                 param.sharded.grad = as_dtensor(view, param.spec)
             else:  # the gradient is from an earlier reduction, or from a parameter tied to this one after sharding
-                local_of(param.sharded.grad).add_(view)
+                _part_of_gradient(param).add_(view)
 
     def _shard_of(self, part: torch.Tensor) -> KeptShard:
         """``part`` as the shard stores it: without the gaps inside tensors."""
@@ -207,3 +207,19 @@ class Delivery:
     def _local_view(self, shard: KeptShard, index: int) -> torch.Tensor:
         param = self.params[index]
         return shard.tensor(param.name).view(param.local.shape)
+
+
+def _part_of_gradient(param: GroupParam) -> torch.Tensor:
+    """This rank's part of the gradient that the parameter has.
+
+    Raises:
+        ValueError: a gradient with other placements was assigned to it.
+    """
+    grad = param.sharded.grad
+    if isinstance(grad, DTensor) and grad.placements == param.sharded.placements:  # type: ignore[attr-defined]
+        return local_of(grad)
+    held = f"placements {list(grad.placements)}" if isinstance(grad, DTensor) else f"shape {tuple(grad.shape)}"  # type: ignore[union-attr]
+    raise ValueError(
+        f"parameter {param.fqn!r} has a {type(grad).__name__} with {held} as its gradient, to which a backward can't add its shard: set "
+        f"parameter.grad = None, or to a tensor with the parameter's placements, as torch.zeros_like(parameter)"
+    )

@@ -32,7 +32,7 @@ from vescale_ray.fsdp.surface.finalize import FinalizesBackward
 from vescale_ray.fsdp.surface.lookup import prefetched, resting_unit, sharded_unit, units_below
 from vescale_ray.fsdp.surface.reduce_settings import ReducesGradients
 from vescale_ray.fsdp.surface.torch_state import state_of_unit
-from vescale_ray.fsdp.units.checks import adopt_parameters, check_managed
+from vescale_ray.fsdp.units.checks import adopt_parameters, check_managed, whole_model_needed
 from vescale_ray.fsdp.units.unit import Unit
 
 
@@ -267,18 +267,23 @@ def _no_pickle(self: Any, _protocol: Any) -> NoReturn:
 def _no_deepcopy(self: Any, memo: Any) -> NoReturn:
     raise AssertionError(
         "FSDP does not support deepcopy. Please use state dict for serialization: build a second module, shard it and load the first "
-        "one's state_dict into it"
+        "one's state_dict into it; an AveragedModel takes the plain module, before fully_shard, and its copy is sharded like the first"
     )
 
 
+def _no_script(self: Any) -> NoReturn:
+    """Raise where ``torch.jit.script`` prepares a module."""
+    raise whole_model_needed("torch.jit.script", type(self).__name__.removeprefix("FSDP"))
+
+
 def _whole_tensors_only(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse transformers' ``save_pretrained()`` of sharded tensors: ``save`` would take parameters of one buffer for tied ones, and gather
-    elements in another order on each rank."""
+    """Refuse ``save_pretrained()`` of sharded tensors (transformers, peft): ``save`` would take parameters of one buffer for tied ones, and
+    gather elements in another order on each rank."""
     signature = inspect.signature(save)
 
     @wraps(save)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs).arguments.get("state_dict")
+        given = kwargs.get("state_dict", signature.bind(self, *args, **kwargs).arguments.get("state_dict"))
         gathers = getattr(getattr(self, "config", None), "distributed_config", None) is not None
         if given is None and not gathers and any(isinstance(p, RaggedDTensor) for p in self.parameters()):
             raise ValueError(
@@ -294,7 +299,10 @@ def _whole_tensors_only(save: Callable[..., Any]) -> Callable[..., Any]:
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class of a module of class ``cls`` after ``fully_shard``; the same for every module of ``cls``."""
     attributes: dict[str, Any] = {"__deepcopy__": _no_deepcopy, "__reduce_ex__": _no_pickle, "__module__": cls.__module__}
+    attributes["__prepare_scriptable__"] = _no_script
     save = getattr(cls, "save_pretrained", None)
-    if inspect.isfunction(save) and "state_dict" in inspect.signature(save).parameters:
-        attributes["save_pretrained"] = _whole_tensors_only(save)
+    if inspect.isfunction(save):
+        parameters = inspect.signature(save).parameters.values()
+        if any(p.name == "state_dict" or p.kind is p.VAR_KEYWORD for p in parameters):  # peft takes it among others
+            attributes["save_pretrained"] = _whole_tensors_only(save)
     return cast(type[nn.Module], type(f"FSDP{cls.__name__}", (FSDPModule, cls), attributes))

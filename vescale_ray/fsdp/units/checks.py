@@ -110,8 +110,8 @@ def check_parameters(units: Sequence[Unit], root: nn.Module) -> list[nn.Module]:
         for name, added in attributes["_parameters"].items():
             if name not in names and added is not None and added.requires_grad:
                 where = next((fqn for fqn, one in root.named_modules() if one is module), "")
-                shared = own is not None or names
-                holder = "a module of its own that holds it" if shared else f"the {type(module).__name__} that holds it"
+                alone = own is None and not names and type(module).forward is not nn.Module.forward  # a list of parameters has none
+                holder = f"the {type(module).__name__} that holds it" if alone else "a module of its own whose forward uses it"
                 raise ValueError(
                     f"parameter {f'{where}.{name}' if where else name!r} was added to the model after fully_shard, so each rank would "
                     f"train it alone: add it before fully_shard, or apply fully_shard to {holder}"
@@ -168,7 +168,8 @@ def check_alike(group: ParameterGroup) -> None:
 def _describe(param: GroupParam, installed: nn.Parameter | None) -> str:
     if installed is None:
         return (
-            f"parameter {param.fqn!r} was removed from its module after fully_shard, which still manages it: remove it before fully_shard"
+            f"parameter {param.fqn!r} was removed from its module after fully_shard, which still manages it: remove it, or parametrize or "
+            f"prune it, before fully_shard"
         )
     return (
         f"parameter {param.fqn!r} was replaced in its module after fully_shard, which still manages the old one: write into it (copy_() "
@@ -308,11 +309,15 @@ def check_hooks(units: list[Unit]) -> None:
 def refuse_tracing(unit: Unit) -> None:
     """Raise RuntimeError if torch records this forward for ``torch.export`` or ``torch.jit.trace``, which can't record collectives."""
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
-        what = "torch.export" if torch.compiler.is_exporting() else "torch.jit.trace"
-        raise RuntimeError(
-            f"{what} of a sharded model ({unit.name!r}): load its whole state dict (vescale_ray.state_dict.get_model_state_dict with "
-            f"full_state_dict=True) into the plain model, and trace that"
-        )
+        raise whole_model_needed("torch.export" if torch.compiler.is_exporting() else "torch.jit.trace", unit.name)
+
+
+def whole_model_needed(what: str, name: str) -> RuntimeError:
+    """The error of a tool that records a model's forward, which would leave out the collectives of a sharded one."""
+    return RuntimeError(
+        f"{what} of a sharded model ({name!r}): load its whole state dict (vescale_ray.state_dict.get_model_state_dict with "
+        f"full_state_dict=True) into the plain model, and {what.rpartition('.')[2]} that"
+    )
 
 
 global_optimizer_pre_hooks[-2] = check_optimizer
