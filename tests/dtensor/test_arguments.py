@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from tests.ranks import on_threads
+from tests.ranks import on_processes, on_threads
+from vescale_ray import gloo
 from vescale_ray.dtensor import RaggedDTensor, RaggedShard, distribute_tensor, redistribute
 
 UNITS = RaggedShard((0,), (1, 2))
@@ -56,7 +59,7 @@ def test_placements_that_are_no_list_are_refused(rank: int, world: int, what: st
 
 def saved(x: Any, folder: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
-    safetensors.save_file({"x": x}, folder / f"{torch.distributed.get_rank()}.safetensors")
+    safetensors.save_file({"x": x}, folder / f"{dist.get_rank()}.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -97,10 +100,47 @@ def test_results_take_a_new_shape_in_place(rank: int, world: int) -> None:
 @on_threads(2)
 def test_a_new_shape_in_place_of_parts_is_refused(rank: int, world: int) -> None:
     x, whole, _ = ragged()
-    for value in (x, x[1:], x.cumsum(0).redistribute(placements=[Shard(0)])):
+    for value in (x[1:], x.cumsum(0).redistribute(placements=[Shard(0)])):
         with pytest.raises(RuntimeError, match=r"aten.t_.default would change the shape .* as t\(\) for t_\(\)"):
             value.t_()
     for write in (lambda v: v.resize_(2, 2), lambda v: v.set_(torch.ones(2))):
         with pytest.raises(RuntimeError, match="would change the shape or the memory of"):
             write(x.cumsum(0))
     assert torch.equal(x.full_tensor(), whole)
+
+
+def pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpickled(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+@on_processes(2)
+def test_a_part_is_loaded_on_the_rank_that_saved_it(rank: int, world: int) -> None:
+    """One rank's file, loaded on all: the values would be those of another part. Parts have equal shapes here."""
+    whole = torch.arange(24.0).reshape(6, 4)
+    mesh, replicas = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
+    x = distribute_tensor(whole, mesh, [RaggedShard((0,), (1, 1))])
+    norm, copies = x.norm(), distribute_tensor(whole, replicas, [Replicate(), RaggedShard((0,), (1,))])
+    files: list[list[bytes]] = [[], []]
+    dist.all_gather_object(files, [pickled(x), pickled(norm), pickled(copies)])
+    torch.testing.assert_close(unpickled(files[rank][0]).full_tensor(), whole)
+    torch.testing.assert_close(unpickled(files[rank][1]).full_tensor(), whole.norm())
+    assert torch.equal(unpickled(files[1 - rank][2]).full_tensor(), whole), "replicas have the same part"
+    for other in files[1 - rank][:2]:
+        with pytest.raises(ValueError, match=rf"the part that rank {1 - rank} on .* on rank {rank} of 2: .* full_state_dict=True"):
+            unpickled(other)
+    dist.barrier()
+    dist.destroy_process_group()
+    alone = unpickled(files[rank][0])
+    assert torch.equal(alone.to_local(), whole[3 * rank : 3 * rank + 3])
+    for read in (lambda: alone.full_tensor(), lambda: alone.norm().item(), lambda: float(unpickled(files[rank][1]))):
+        with pytest.raises(RuntimeError, match=r"this process has no process group: load whole tensors"):
+            read()
+    gloo.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(ValueError, match=rf"the part that rank {rank} on .* on rank 0 of 1: load each rank's own file on as many ranks"):
+        unpickled(files[rank][0])

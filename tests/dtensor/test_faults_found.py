@@ -212,7 +212,7 @@ def beside_plain(rank: int, world: int) -> None:
         (function(q) ** 2).sum().backward()  # type: ignore[no-untyped-call]
         torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-4, atol=1e-4)
     p = ragged(values() / 10).requires_grad_()
-    with pytest.raises(ValueError, match="distribute it first .*or work on full_tensor"):  # other than the plain tensor's formula
+    with pytest.raises(ValueError, match=r"distribute it first .*or call full_tensor\(\) on"):  # other than the plain tensor's formula
         whole((p + 3).prod(0)).sum().backward()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -18,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from tests.fsdp.test_fsdp_hooked import Plain, bare
 from tests.fsdp.towers import filled
 from tests.fsdp.transformer import full
-from tests.ranks import on_threads
+from tests.ranks import on_processes, on_threads
 from vescale_ray import RaggedShard, fully_shard
 from vescale_ray.fsdp import stand_in_for_torch
 
@@ -284,3 +285,35 @@ def test_a_gradient_of_another_placement_is_named(rank: int, world: int, kind: s
     for model in (ours, alone):
         model(x).square().mean().backward()
     torch.testing.assert_close(full(weight.grad), alone[1].weight.grad)
+
+
+@on_processes(2)
+def test_a_penalty_on_gathered_parameters_is_named(rank: int, world: int) -> None:
+    """The root's parameters are gathered between forward and backward, and those of other units are not."""
+    ours, alone, x = sharded(layers()), layers(), torch.ones(2, 8)
+    old = {name: p.detach() + 1 for name, p in ours.named_parameters()}
+    loss = ours(x).square().mean()
+    with pytest.raises(ValueError, match=r"the gathered parameter '1.weight' meets .* or with full_tensor\(\) of the other"):
+        _ = ours[1].weight - old["1.weight"]
+    before = {name: old[name] if isinstance(p, DTensor) else full(old[name]) for name, p in ours.named_parameters()}
+    penalties = [(p - before[name]).square().sum() for name, p in ours.named_parameters()]
+    (loss + sum(one.full_tensor() if isinstance(one, DTensor) else one for one in penalties)).backward()
+    (alone(x).square().mean() + sum((p - p.detach() - 1).square().sum() for p in alone.parameters())).backward()
+    for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full(p.grad), q.grad)
+    ours.zero_grad()
+    penalty: Any = sum((p - old[name]).square().sum() for name, p in ours.named_parameters())  # before the forward
+    (ours(x).square().mean() + penalty.full_tensor()).backward()
+    for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full(p.grad), q.grad)
+
+
+@on_processes(2)
+def test_plain_shards_of_another_rank_are_not_loaded(rank: int, world: int) -> None:
+    ours = sharded(layers(), shard_placement_fn=lambda _: Shard(0))
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, ours.state_dict())
+    ours.load_state_dict(states[rank])
+    with pytest.raises(ValueError, match=rf"the part that rank {1 - rank} on .* on rank {rank} of 2"):
+        ours.load_state_dict(states[1 - rank])
+    trains_as(ours, layers(), torch.ones(2, 8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -83,3 +84,27 @@ def compare_with_others(mesh: DeviceMesh, mine: tuple[Any, ...], fault: ValueErr
         if known[place] != known[first]:
             given, other = known[place][:-1], known[first][:-1]
             raise ValueError(f"the rank at {place} of the mesh gave {given}, that at {first} gave {other}: give the same")
+
+
+def check_saved_part(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> None:
+    """Check that an unpickled part of a tensor belongs to this rank. A pickled mesh has the coordinate of the rank that saved it.
+
+    Raises:
+        ValueError: another rank saved the part, or one of another number of ranks. Loaded values would be those of another part.
+    """
+    saved = mesh.get_coordinate()
+    cut = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    if saved is None or not cut or not dist.is_initialized():
+        return
+    rank, sizes = dist.get_rank(), {}
+    here = (mesh.mesh == rank).nonzero().tolist()
+    for dim in cut:
+        with suppress(RuntimeError):  # the group has gone; only values of this rank's part can be used
+            sizes[dim] = mesh.get_group(dim).size()
+    if here and all(here[0][dim] == saved[dim] and sizes.get(dim, mesh.size(dim)) == mesh.size(dim) for dim in cut):
+        return
+    raise ValueError(
+        f"this is the part that rank {int(mesh.mesh[tuple(saved)])} on {mesh} had of a tensor of shape {tuple(shape)}, and it is loaded on "
+        f"rank {rank} of {dist.get_world_size()}: load each rank's own file on as many ranks, or save whole tensors "
+        f"(get_model_state_dict of vescale_ray.state_dict with full_state_dict=True), or with torch.distributed.checkpoint"
+    )

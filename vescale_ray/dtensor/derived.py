@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor, Partial
 
 from vescale_ray.compat.core import TensorBase, run_as_is
 from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
+from vescale_ray.dtensor.arguments import check_saved_part
 from vescale_ray.dtensor.autograd import Classes, RaggedAwareDTensor, whole_of
 from vescale_ray.dtensor.operations.arguments import each, each_argument, tensor_arguments, tensors_in
-from vescale_ray.dtensor.operations.schema import WHOLE_WHERE, different_meshes, plain_is_whole, refuse_leaf, schema_facts, written
+from vescale_ray.dtensor.operations.schema import different_meshes, plain_is_whole, plain_meets, refuse_leaf, schema_facts, written
 from vescale_ray.dtensor.operations.whole import held_whole, is_dtensor, on_local, refuse_new_shape, reshape_in_place, write_local
 from vescale_ray.dtensor.redistribution import contribution, move
 from vescale_ray.dtensor.spec import ShapedSpec, pending_spec, replicated, settled_placements, wrap
@@ -223,6 +224,7 @@ def derived(value: Tensor, spec: DTensorSpec) -> DerivedDTensor:
 def unpickled_derived(
     local: Tensor, mesh: DeviceMesh, placements: tuple[Any, ...], shape: tuple[int, ...], requires_grad: bool
 ) -> DerivedDTensor:
+    check_saved_part(mesh, placements, shape)
     return wrap(DerivedDTensor, local, pending_spec(mesh, placements, shape, local.dtype), requires_grad)
 
 
@@ -374,10 +376,7 @@ def _beside(func: Any, what: str, mesh: DeviceMesh, args: Any, kwargs: dict[str,
             return value
         if value.numel() == 1 or plain_is_whole():
             return DTensor.from_local(value, mesh, replicated(mesh), run_check=False)
-        raise ValueError(
-            f"{func}: a plain tensor of shape {tuple(value.shape)} meets {what}: "
-            f"distribute it first (vescale_ray.distribute_tensor), or work on full_tensor(); {WHOLE_WHERE}"
-        )
+        raise plain_meets(func, value, what)
 
     return each_argument(convert, args, kwargs)
 

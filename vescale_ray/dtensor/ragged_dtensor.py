@@ -25,7 +25,7 @@ from torch.distributed.tensor import distribute_tensor as _torch_distribute_tens
 
 from vescale_ray.compat.core import global_optimizer_pre_hooks, optim_foreach_types, run_as_is, util_foreach_types
 from vescale_ray.compat.tensor import DTensorSpec, NormPartial
-from vescale_ray.dtensor.arguments import checked_spec, compare_with_others, placement_list, whole_shape
+from vescale_ray.dtensor.arguments import check_saved_part, checked_spec, compare_with_others, placement_list, whole_shape
 from vescale_ray.dtensor.autograd import Classes, FromLocal, RaggedAwareDTensor, redistributed
 from vescale_ray.dtensor.derived import TENSOR_DATA, formatted, unpickled_derived
 from vescale_ray.dtensor.operations.ops import RaggedFallbackWarning, dispatch, wrap
@@ -318,6 +318,7 @@ def _rebuild(
     local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Shape, requires_grad: bool, is_param: bool
 ) -> RaggedDTensor:
     """Rebuild a pickled tensor."""
+    check_saved_part(mesh, placements, shape)
     result = wrap(RaggedDTensor, local.contiguous(), make_spec(mesh, placements, shape, local.dtype), requires_grad)
     if is_param:
         result._is_param = True  # type: ignore[attr-defined]

@@ -80,6 +80,11 @@ def start(local: torch.Tensor, source: DTensorSpec, placements: Sequence[Placeme
     want = positive_dims(placements, shape)
     if want == source.placements:
         return Transfer(local), source
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"a tensor of shape {shape} on {mesh} needs the other ranks' parts, and this process has no process group: load whole tensors, "
+            f"which get_model_state_dict of vescale_ray.state_dict with full_state_dict=True gives, or use to_local(), this rank's part"
+        )
     ragged = ragged_mesh_dim(want) is not None
     if not ragged and ragged_mesh_dim(source.placements) is None:
         target = plain_spec(mesh, want, shape, dtype)

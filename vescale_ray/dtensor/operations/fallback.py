@@ -20,14 +20,13 @@ from vescale_ray.dtensor.operations.arguments import each, each_argument, tensor
 from vescale_ray.dtensor.operations.operands import gathered
 from vescale_ray.dtensor.operations.schema import (
     HIDDEN_WRITES,
-    WHOLE_WHERE,
     different_meshes,
     lazy_conjugation,
     plain_is_whole,
+    plain_meets,
     refuse_leaf,
     written,
 )
-from vescale_ray.dtensor.operations.whole import refuse_new_shape
 from vescale_ray.dtensor.redistribution import move
 from vescale_ray.dtensor.spec import replicated, sharding_of
 from vescale_ray.dtensor.transfer import arrived
@@ -67,7 +66,6 @@ def fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[
     for target in targets:
         for item in target if isinstance(target, list | tuple) else (target,):
             if isinstance(item, cls):
-                refuse_new_shape(func, sharding_of(item._spec).describe())
                 raise RuntimeError(
                     f"{func} would write to {sharding_of(item._spec).describe()}, which it can't do part by part: "
                     "change its full_tensor() on all ranks alike and write that back with copy_(), or work on to_local()"
@@ -113,11 +111,7 @@ def _on_whole(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], 
         if isinstance(value, Tensor) and value.ndim == 0:
             refuse_leaf(func, value, sharding_of(_first_ragged(cls, args, kwargs)._spec).describe())
         if isinstance(value, Tensor) and value.ndim and value.numel() != 1 and not plain_is_whole():
-            raise ValueError(
-                f"{func}: a plain tensor of shape {tuple(value.shape)} meets "
-                f"{sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()}: distribute it first "
-                f"(vescale_ray.distribute_tensor); {WHOLE_WHERE}"
-            )
+            raise plain_meets(func, value, sharding_of(_first_ragged(cls, args, kwargs)._spec).describe())
         return value
 
     def distributed(value: Any) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.dtensor.derived import GatheredView
-from vescale_ray.dtensor.operations.schema import WHOLE_WHERE, plain_is_whole, refuse_leaf
+from vescale_ray.dtensor.operations.schema import plain_is_whole, plain_meets, refuse_leaf
 from vescale_ray.dtensor.redistribution import move
 from vescale_ray.dtensor.spec import LocalSharding, replicated, sharding_of
 
@@ -29,11 +29,7 @@ def operand(cls: type[DTensor], value: Any, sharding: LocalSharding, op: str) ->
             return value if sharding.shape else value.view(1)
         if plain_is_whole():
             return spread(_broadcast(value, sharding, op), sharding)
-        raise ValueError(
-            f"{op}: a plain tensor of shape {tuple(value.shape)} meets {sharding.describe()}: "
-            f"distribute it first (vescale_ray.distribute_tensor for a whole tensor, RaggedDTensor.from_local for this rank's part); "
-            f"{WHOLE_WHERE}"
-        )
+        raise plain_meets(op, value, sharding.describe())
     if isinstance(value, GatheredView):
         value.check(op)
     if value.device_mesh != sharding.mesh:

@@ -21,10 +21,8 @@ from vescale_ray.compat.core import (
 )
 from vescale_ray.compat.tensor import allows_implicit_replication
 
-WHOLE_WHERE = (
-    "parameters of a sharded module are whole in its forward, in methods given to register_fsdp_forward_method(), or after its unshard()"
-)
-"""The end of errors for a plain tensor that meets a sharded one: the places in which it may."""
+GATHERED_OF = "_vescale_gathered_of"
+"""Attribute of gathered parameters of ``fully_shard``: a mark, whose first item refers to an object with the parameter's name, ``fqn``."""
 
 # These write running statistics, which their schema does not declare.
 HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm", "_batch_norm_impl_index"})
@@ -88,6 +86,22 @@ def refuse_leaf(op: Any, value: Tensor, meets: str) -> None:
             f"{op}: a plain tensor without dimensions that requires grad meets {meets}, and its gradient would be a DTensor: "
             "call full_tensor() on the other operand, or make this one a DTensor (DTensor.from_local(value, mesh, [Replicate()]))"
         )
+
+
+def plain_meets(op: Any, value: Tensor, what: str) -> ValueError:
+    """The error for a plain tensor with dimensions beside a distributed one: it may be a whole tensor or this rank's part."""
+    mark = getattr(value, GATHERED_OF, None)
+    parameter = mark[0]() if mark else None
+    if parameter is not None:
+        return ValueError(
+            f"{op}: the gathered parameter {parameter.fqn!r} meets {what}: compute with parameters before the forward or after the "
+            "backward, when all are sharded, or with full_tensor() of the other operand"
+        )
+    return ValueError(
+        f"{op}: a plain tensor of shape {tuple(value.shape)} meets {what}: distribute it first (vescale_ray.distribute_tensor for a whole "
+        "tensor, RaggedDTensor.from_local for this rank's part), or call full_tensor() on the other operand; parameters of a sharded "
+        "module are whole in its forward, in methods given to register_fsdp_forward_method(), or after its unshard()"
+    )
 
 
 def different_meshes(op: Any, one: Any, other: Any) -> ValueError:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vescale_ray.dtensor.operations.schema import GATHERED_OF
 from vescale_ray.dtensor.spec import contiguous_stride
 from vescale_ray.dtensor.transfer import movable
 from vescale_ray.errors import noted
@@ -27,7 +28,7 @@ from vescale_ray.fsdp.communication import comm
 from vescale_ray.fsdp.communication.debug import agree
 from vescale_ray.fsdp.communication.labels import span
 from vescale_ray.fsdp.groups.group import ParameterGroup
-from vescale_ray.fsdp.layouts.parameters import GATHERED_OF, GroupParam, PrivateMark, local_of
+from vescale_ray.fsdp.layouts.parameters import GroupParam, PrivateMark, local_of
 from vescale_ray.fsdp.layouts.phases import Residency
 
 

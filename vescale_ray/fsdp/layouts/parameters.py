@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from vescale_ray.communication.point_to_point import is_pairwise
 from vescale_ray.compat.distributed import AsyncCollectiveTensor
 from vescale_ray.compat.tensor import DTensorSpec, StridedShard, TensorMeta
+from vescale_ray.dtensor.operations.schema import GATHERED_OF  # its mark refers weakly to the parameter's GroupParam
 from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_ray.dtensor.redistribution import plain_spec
@@ -35,8 +36,6 @@ Owner = tuple["weakref.ref[nn.Module]", str]
 
 REPLACED = "_vescale_replaced"
 """Attribute of parameters that a sharded parameter has replaced in the model."""
-GATHERED_OF = "_vescale_gathered_of"
-"""Attribute of gathered parameters: a :class:`PrivateMark` of a weak reference to their :class:`GroupParam`."""
 SUMMED_OVER = "_vescale_summed_over"
 """Attribute of parameters under expert parallelism: the number of ranks whose losses a local gradient sums up."""
 SINK = "_vescale_sink"

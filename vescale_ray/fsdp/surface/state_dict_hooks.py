@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vescale_ray.dtensor.arguments import check_saved_part
 from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_ray.dtensor.spec import enclose, ragged_mesh_dim, wrap
 from vescale_ray.fsdp.communication.debug import agree
@@ -46,6 +47,8 @@ def watch_state_dicts(unit: Unit) -> None:
     def before_load(module: nn.Module, given: dict[str, Any], prefix: str, *_: Any) -> None:
         for name in module._parameters:
             value = given.get(prefix + name)
+            if type(value) is DTensor:
+                check_saved_part(value.device_mesh, value.placements, value.shape)
             if type(value) is DTensor and ragged_mesh_dim(value.placements) is not None:
                 # torch's set_model_state_dict makes it for a parameter on the meta device, of the whole tensor.
                 held = local_of(value)
