@@ -10,7 +10,7 @@ units of the next generation. It does not depend on the world size, because a un
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,12 @@ def recomputed(forward: Forward, *, selective: bool, whole: bool = False) -> For
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     return run
+
+
+def recompute_selectively(units: Iterable[nn.Module]) -> None:
+    """Make ``units`` compute everything but matrix products and attention again in backward."""
+    for unit in units:
+        unit.forward = recomputed(unit.forward, selective=True)  # type: ignore[method-assign]
 
 
 @contextmanager

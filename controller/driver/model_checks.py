@@ -74,11 +74,10 @@ def check_selective(model: Any, config: RunConfig) -> None:
 
     from vescale_ray.models.probes import without_masks
     from vescale_ray.models.units import select_units
-    from vescale_ray.workers.unit_forward import kept_results, recomputed
+    from vescale_ray.workers.unit_forward import kept_results, recompute_selectively
 
     model.to(torch.bfloat16)  # grouped matrix products take no other dtype on the meta device
-    for unit in select_units(model, config.model.units):
-        unit.forward = recomputed(unit.forward, selective=True)
+    recompute_selectively(select_units(model, config.model.units))
     tokens = torch.zeros(1, min(_TOKENS, config.data.seq_len), dtype=torch.int64, device="meta")
     try:
         with without_masks(model), torch.device("meta"), kept_results():
