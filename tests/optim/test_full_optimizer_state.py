@@ -387,7 +387,7 @@ def test_optimizers_without_states_load_beside_others(rank: int, world: int, opt
     set_optimizer_state_dict(models[1], resumed, get_optimizer_state_dict(models[0], saved, options=options), options=options)
     assert [optimizer.param_groups[0]["lr"] for optimizer in resumed] == [0.25, 0.25]
 
-    groups = [[{"params": [*model[0].parameters()]}, {"params": [*model[1].parameters()], "momentum": 0.5}] for model in models]
+    groups: Any = [[{"params": [*model[0].parameters()]}, {"params": [*model[1].parameters()], "momentum": 0.5}] for model in models]
     one, other = (torch.optim.SGD(each, lr=0.1) for each in groups)
     train(models[0], one, 0)
     set_optimizer_state_dict(models[1], other, get_optimizer_state_dict(models[0], one, options=options), options=options)
