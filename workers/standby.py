@@ -50,7 +50,7 @@ class Standby:
             if self._error is not None:
                 raise RuntimeError(self._error)
 
-    def seat(self, devices: str) -> None:
+    def employ(self, devices: str) -> None:
         """Have the standby go on as a worker that uses ``devices`` (empty: none)."""
         with self._change:
             self._devices = devices
@@ -64,7 +64,7 @@ class Standby:
 
     # ---------------------------------------------------------------------------------------------------- training thread
 
-    def await_seat(self) -> None:
+    def await_devices(self) -> None:
         """Wait for a place. The devices are visible afterwards. There is no time limit."""
         with self._change:
             self._prepared = True

@@ -49,7 +49,7 @@ class Worker:
     Args:
         worker: id in the run, never reused for another process.
         config: resolved configuration of the run, as nested plain values.
-        standby: use no device before :meth:`seat`.
+        standby: use no device before :meth:`employ`.
         pickled: objects of the caller (:class:`vescale_ray.config.Given`), or nothing.
     """
 
@@ -78,10 +78,10 @@ class Worker:
         self._standby.wait_prepared()
 
     @ray.method(concurrency_group="control")
-    def seat(self, devices: str) -> None:
-        """Make this standby a worker (:meth:`Standby.seat`)."""
+    def employ(self, devices: str) -> None:
+        """Make this standby a worker (:meth:`Standby.employ`)."""
         assert self._standby is not None
-        self._standby.seat(devices)
+        self._standby.employ(devices)
 
     @ray.method(concurrency_group="control")
     def poll(self, seen: int, known: tuple[WorkerPhase, Ticket] | None, wait_s: float) -> WorkerReport:
@@ -213,7 +213,7 @@ class Worker:
         process_groups.prepare()
         if self._standby is not None:
             next_model.prepare()
-            self._standby.await_seat()
+            self._standby.await_devices()
             begin = time.perf_counter()
         if device is None:
             device = _device(config)

@@ -73,7 +73,7 @@ class _Ballot:
             self.errors[item.rank] = item.error or "unknown"
 
     def begin(self, commit: Future[SaveResult]) -> None:
-        """Keep the future of the commit, which has begun."""
+        """Note that the commit has begun; ``commit`` is its future result."""
         self.commit = commit
 
 

@@ -41,17 +41,17 @@ def by_node(members: Sequence[str], grid: RankGrid, workers: WorkersView) -> tup
     return tuple(sorted(members, key=lambda w: next(place for place, there in enumerate(nodes) if w in there)))
 
 
-def seated(
+def assign_ranks(
     members: Sequence[str], resume: Resume | None, states: Held, workers: WorkersView, layouts: Layouts, grid: RankGrid
 ) -> tuple[tuple[str, ...], str]:
-    """``members`` in the order of their ranks in ``grid``, so that the fewest bytes move from the state ``resume``; and the basis of that
-    order. If the layouts are not known yet, it is equal intervals, and another order might have moved fewer bytes."""
-    from vescale_ray.workers.resharding.rank_assignment import in_rows, replicated, seated
+    """Return ``members`` in the order of their ranks in ``grid``, so that the fewest bytes move from the state ``resume``, and the basis of
+    that order. If the layouts are not known yet, the basis is equal intervals, and another order might have moved fewer bytes."""
+    from vescale_ray.workers.resharding.rank_assignment import assign_ranks, in_rows, replicated
 
     if resume is None:
         return by_node(members, grid, workers), "layouts"
     overlap = replicated(layouts.overlap(resume.world, grid.shards), grid.replicas)
-    ranked = in_rows(seated(members, _parts(resume, states), overlap), grid, list(_nodes(members, workers).values()))
+    ranked = in_rows(assign_ranks(members, _parts(resume, states), overlap), grid, list(_nodes(members, workers).values()))
     return ranked, "layouts" if layouts.exact else "equal intervals"
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import actions, policy, states
 from vescale_ray.controller.actions import Action
-from vescale_ray.controller.checkpointing.parked import held, held_step, seated, staying, writes
+from vescale_ray.controller.checkpointing.parked import assign_ranks, held, held_step, staying, writes
 from vescale_ray.controller.observations import Observations
 from vescale_ray.controller.protocol import Ending, Event, RunSpec
 from vescale_ray.controller.scaling.autoscaling import PLACE_S
@@ -109,7 +109,7 @@ class Recovery:
             chosen = frozenset(members)
             leavers = tuple(w for w in ended.living if w not in chosen)
         source = policy.choose_source(held_now, members, newest, seen.world)
-        ranked, numbered_by = seated(members, source.resume, held_now, workers, self._layouts, grid)
+        ranked, numbered_by = assign_ranks(members, source.resume, held_now, workers, self._layouts, grid)
         # Workers beyond the whole replicas stay, if the workers that are missing for another replica are to come.
         beyond = [w for w in leavers if w not in state.leaving][: max(0, seen.durable.target - len(members))]
         leavers = tuple(w for w in leavers if w not in beyond)

@@ -106,7 +106,7 @@ class Member:
     # --------------------------------------------------------------------------------------------------------- answers
 
     def receive(self, ref: Any, value: Any) -> list[News]:
-        """Take the answer to the call ``ref``; the news in it."""
+        """Take the answer to the call ``ref``, and return the news in it."""
         now = time.monotonic()
         if ref == self.hello:
             if value is None:

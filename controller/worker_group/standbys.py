@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 FILL_S, LONGEST_FILL_S = 3.0, 600.0
 """Seconds between the need for a standby and its start. They double with each standby in a row that was lost, up to the second number."""
-SEAT_S = 0.5
+EMPLOY_S = 0.5
 """A standby that has not taken a place after this time is stopped or dead, and is ended."""
 
 
@@ -92,9 +92,9 @@ class Standbys:
                     return None
                 self._remove(standby)
                 self._fill_later(node)
-            ref = standby.handle.seat.remote(devices)
+            ref = standby.handle.employ.remote(devices)
             try:
-                ray.get(ref, timeout=SEAT_S)
+                ray.get(ref, timeout=EMPLOY_S)
                 return standby.worker, standby.handle
             except Exception as error:
                 _log.warning("standby %s takes no place: %s", standby.worker, error)

@@ -115,7 +115,7 @@ class Supervisor:
     @ray.method(concurrency_group="places")
     def hire(self, avoid: Collection[str] = (), epoch: int = 0, *ended: Dismissal) -> tuple[str, Any, bool]:
         """Start a worker, and return its id and handle without waiting, and whether it was a standby. It comes up when Ray has a place for
-        it, on none of the nodes to ``avoid``. The place of a lost worker, or a wish that has got a place, goes to it.
+        it, on none of the nodes to ``avoid``. It takes the place of a lost worker or of a wish, if there is one.
 
         ``epoch``: epoch of the calling controller. ``ended``: ends of workers, which Ray waits for before this call.
         """

@@ -13,7 +13,7 @@ from tests.controller.stage import PEER, TICKET, WORLD, Stage, WorkerGroup, node
 from vescale_ray.config import RunConfig, parse_config
 from vescale_ray.config.sharding import RankGrid
 from vescale_ray.controller import policy, states
-from vescale_ray.controller.checkpointing.parked import by_node, seated, staying
+from vescale_ray.controller.checkpointing.parked import assign_ranks, by_node, staying
 from vescale_ray.controller.failures.budget import Cause
 from vescale_ray.controller.policy import CommittedCheckpoint
 from vescale_ray.controller.protocol import RequestRefused, RunState
@@ -170,10 +170,10 @@ def test_replicas_of_a_shard_are_on_different_nodes() -> None:
     assert by_node(["x1", "y1"], RankGrid(1, 2), workers) == ("x1", "y1")
     held = {"x1": [HeldState(4, 2, 9, (0,))], "y1": [HeldState(4, 2, 9, (1,))]}
     members, layouts = ["x1", "y1", "x2", "y2"], Layouts(4)
-    ranked, _ = seated(members, choose_resume(held), held, workers, layouts, RankGrid(2, 2))
+    ranked, _ = assign_ranks(members, choose_resume(held), held, workers, layouts, RankGrid(2, 2))
     assert {ranked.index("x1") % 2, ranked.index("y1") % 2} == {0, 1} and ranked.index("x1") % 2 == 0, "both keep their shards"
     held = {w: [HeldState(4, 2, 9, (rank % 2,))] for rank, w in enumerate(["y1", "x1", "x2", "y2"])}
-    assert seated(["y1", "x1", "x2", "y2"], choose_resume(held), held, workers, layouts, RankGrid(2, 2))[0] in (
+    assert assign_ranks(["y1", "x1", "x2", "y2"], choose_resume(held), held, workers, layouts, RankGrid(2, 2))[0] in (
         ("y1", "y2", "x2", "x1"),
         ("x2", "x1", "y1", "y2"),
     )

@@ -24,7 +24,7 @@ from vescale_ray.workers.messages import WorkerInfo, WorkerPhase
 
 
 class Process:
-    """A worker process. ``where``: its placement group, or a standby's node. ``dies`` and ``stops``: what it does when it is seated."""
+    """A worker process. ``where``: its placement group, or a standby's node. ``dies`` and ``stops``: what it does as a new worker."""
 
     def __init__(self, worker: str, where: str, standby: bool) -> None:
         self.worker, self.where, self.standby = worker, where, standby
@@ -33,9 +33,9 @@ class Process:
         self.ready, self.life = Future[None](), Future[None]()
         self.prepared = SimpleNamespace(remote=lambda: SimpleNamespace(future=lambda: self.ready))
         self.lifeline = SimpleNamespace(remote=lambda call: SimpleNamespace(future=lambda: self.life))
-        self.seat = SimpleNamespace(remote=self._seat)
+        self.employ = SimpleNamespace(remote=self._employ)
 
-    def _seat(self, devices: str) -> Process:
+    def _employ(self, devices: str) -> Process:
         self.devices = devices
         return self
 

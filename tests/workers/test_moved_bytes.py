@@ -26,7 +26,7 @@ from vescale_ray import Block
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.planner import Bundle, TensorSpec, plan_buffers
 from vescale_ray.workers.resharding import shard_layouts
-from vescale_ray.workers.resharding.rank_assignment import even, seated, staying
+from vescale_ray.workers.resharding.rank_assignment import assign_ranks, even, staying
 from vescale_ray.workers.resharding.reshard_plan import plan
 from vescale_ray.workers.resharding.shard_layouts import Layouts, Outline, outline_of, overlap, packed, parts_of
 from vescale_ray.workers.resharding.shards import PARAM, Span, export_shards, strips_of
@@ -162,7 +162,7 @@ def ratios(layout: Layout, copies: bool) -> dict[tuple[int, int], float]:
             held = {f"w{rank}": [rank, (rank - 1) % before] if copies else [rank] for rank in alive}
             foreseen = overlap(layout.outline, parts[before], parts[after], before, after)
             stay = staying(list(held), held, foreseen, []) if len(held) > after else list(held)
-            members = seated([*stay, *(f"j{i}" for i in range(after - len(stay)))], held, foreseen)
+            members = assign_ranks([*stay, *(f"j{i}" for i in range(after - len(stay)))], held, foreseen)
             leavers = [w for w in held if w not in members]
             sources = [[s for rank in dict.fromkeys(held.get(w, ())) for s in old[rank]] for w in (*members, *leavers)]
             moves = plan([strips_of(s) for s in sources], [*map(strips_of, new), *([] for _ in leavers)])

@@ -15,8 +15,8 @@ from vescale_ray.workers.resharding.buddies import buddies
 from vescale_ray.workers.resharding.rank_assignment import assign, even, kept, staying
 
 
-def seated(members, held, before):
-    return rank_assignment.seated(members, held, even(before, len(members)))
+def assign_ranks(members, held, before):
+    return rank_assignment.assign_ranks(members, held, even(before, len(members)))
 
 
 def total(order, held, before):
@@ -34,7 +34,7 @@ def test_numbering_is_optimal_for_every_change_of_1_to_8_workers(copies):
         old = [f"w{rank}" for rank in range(before)]
         held = {w: (rank, (rank - 1) % before) if copies else (rank,) for rank, w in enumerate(old)}
         members = [*old[:after], *(f"j{i}" for i in range(after - before))]
-        order = seated(members, held, before)
+        order = assign_ranks(members, held, before)
         assert sorted(order) == sorted(members)
         if after < 7 or before == 3:
             assert total(order, held, before) == best(members, held, before), (before, after)
@@ -47,7 +47,7 @@ def test_numbering_is_optimal_with_losses_and_scattered_copies():
         old = [f"w{rank}" for rank in range(before)]
         held = {w: (rank, rng.randrange(before)) for rank, w in enumerate(old)}
         members = rng.sample([*old, *(f"j{i}" for i in range(6))], after)
-        assert total(seated(members, held, before), held, before) == best(members, held, before)
+        assert total(assign_ranks(members, held, before), held, before) == best(members, held, before)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -64,7 +64,7 @@ def test_ranks_of_replicas_are_optimal_and_rows_stay_on_nodes(replicas):
         def staying_bytes(order, held=held, overlap=overlap):
             return int(np.trace(kept(order, held, overlap)))
 
-        order = rank_assignment.seated(members, held, overlap)
+        order = rank_assignment.assign_ranks(members, held, overlap)
         assert staying_bytes(order) == max(map(staying_bytes, itertools.permutations(members)))
         nodes = [members[::2], members[1::2]]
         rows = rank_assignment.in_rows(order, grid, nodes)
@@ -77,16 +77,16 @@ def test_ranks_of_replicas_are_optimal_and_rows_stay_on_nodes(replicas):
 
 def test_joiner_takes_the_rank_that_costs_the_others_least():
     held = {"a": (0,), "b": (1,), "c": (2,)}
-    assert seated(["a", "b", "c", "new"], held, 3) == ("a", "b", "new", "c")
-    assert seated(["a", "b", "new"], {"a": (0,), "b": (1,)}, 2) == ("a", "new", "b")
+    assert assign_ranks(["a", "b", "c", "new"], held, 3) == ("a", "b", "new", "c")
+    assert assign_ranks(["a", "b", "new"], {"a": (0,), "b": (1,)}, 2) == ("a", "new", "b")
 
 
 def test_order_is_kept_where_it_costs_nothing():
     held = {w: (rank, (rank - 1) % 4) for rank, w in enumerate("abcd")}  # with the neighbours' copies, a rotation by one would be as good
-    assert seated("abcd", held, 4) == tuple("abcd")
-    assert seated("abcd", {}, 4) == tuple("abcd")
-    assert seated("abcd", dict.fromkeys("abcd", range(4)), 4) == tuple("abcd")
-    assert seated("a", {"a": (0, 1)}, 2) == ("a",) and seated((), {}, 3) == ()
+    assert assign_ranks("abcd", held, 4) == tuple("abcd")
+    assert assign_ranks("abcd", {}, 4) == tuple("abcd")
+    assert assign_ranks("abcd", dict.fromkeys("abcd", range(4)), 4) == tuple("abcd")
+    assert assign_ranks("a", {"a": (0, 1)}, 2) == ("a",) and assign_ranks((), {}, 3) == ()
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["own parts", "with copies"])
@@ -99,7 +99,7 @@ def test_leavers_are_optimal_by_bytes_then_copies_then_nodes(copies):
         nodes = [[w for w in old if there[w] == node] for node in range(3)]
 
         def price(some, held=held, before=before):
-            return total(seated(some, held, before), held, before)
+            return total(assign_ranks(some, held, before), held, before)
 
         def freed(some, nodes=nodes):
             return sum(bool(node) and not set(node) & set(some) for node in nodes)
@@ -146,10 +146,10 @@ def test_fast_choice_of_leavers_is_within_5_percent_of_optimal(monkeypatch):
         held = {w: (rank,) for rank, w in enumerate(old)}
         found = staying(old, held, even(before, after), [old[i : i + 8] for i in range(0, before, 8)])
         assert len(set(found)) == after and found == [w for w in old if w in found]
-        return total(seated(found, held, before), held, before) / (before * after)
+        return total(assign_ranks(found, held, before), held, before) / (before * after)
 
     exact = {(before, after): share(before, after) for before, after in ((48, 24), (48, 40), (48, 45), (40, 24))}
-    monkeypatch.setattr(rank_assignment, "EXACT", 0)
+    monkeypatch.setattr(rank_assignment, "EXACT_STAYERS", 0)
     for world, most in exact.items():
         assert 0.95 * most <= share(*world) <= most
     old = [f"w{rank}" for rank in range(1000)]
@@ -164,12 +164,12 @@ def test_greedy_numbering_is_within_5_percent_of_optimal(monkeypatch, lost):
         old = [f"w{rank}" for rank in range(120)]
         held = {w: (rank, (rank - 1) % 120) for rank, w in enumerate(old) if rank not in lost}
         members = [*(w for w in old if w in held), *(f"j{i}" for i in range(60))][:after]
-        order = seated(members, held, 120)
+        order = assign_ranks(members, held, 120)
         assert sorted(order) == sorted(members)
         return total(order, held, 120)
 
     exact = {after: share(after) for after in (96, 116, 120, 150)}
-    monkeypatch.setattr(rank_assignment, "SEATED", 0)
+    monkeypatch.setattr(rank_assignment, "EXACT_RANKS", 0)
     for after, most in exact.items():
         assert 0.95 * most <= share(after) <= most
 
@@ -190,6 +190,6 @@ def test_numbering_a_thousand_workers_takes_under_half_a_second():
     held = {w: (rank, (rank - 8) % 1000) for rank, w in enumerate(old)}
     members = [w for w in old if w != "w400"]
     began = time.process_time()
-    order = seated(members, held, 1000)
+    order = assign_ranks(members, held, 1000)
     assert time.process_time() - began < 0.5
     assert total(order, held, 1000) >= total(members, held, 1000)

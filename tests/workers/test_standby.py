@@ -43,10 +43,10 @@ def test_a_standby_that_has_used_cuda_refuses_a_gpu(monkeypatch: pytest.MonkeyPa
 def test_a_standby_is_prepared_once_it_awaits_a_place() -> None:
     hide_devices()
     standby, gone_on = Standby(), threading.Event()
-    threading.Thread(target=lambda: (standby.await_seat(), gone_on.set()), daemon=True).start()
+    threading.Thread(target=lambda: (standby.await_devices(), gone_on.set()), daemon=True).start()
     standby.wait_prepared()
     assert not gone_on.wait(0.05)
-    standby.seat("1")
+    standby.employ("1")
     assert gone_on.wait(10) and os.environ[VISIBLE] == "1"
 
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 TRIES, TRIED = 16, 48
 """Number of nodes that are tried as candidates to become free, for up to ``TRIED`` workers; fewer for more workers. Each try solves an
 assignment problem in about 10 ms, while training stands still."""
-EXACT = 128
+EXACT_STAYERS = 128
 """Above this many workers, the stayers are chosen greedily: nearly as good, and without seconds of delay."""
-SEATED = 512
+EXACT_RANKS = 512
 """Above this many workers, the ranks are assigned greedily. The exact assignment takes 0.1 s for this many, and its time grows with the
 cube of the number."""
 
@@ -92,8 +92,8 @@ def in_rows(ranked: Sequence[str], grid: RankGrid, nodes: Sequence[Collection[st
     return tuple(found)
 
 
-def seated(members: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Overlap) -> tuple[str, ...]:
-    """``members`` in the order of their new ranks, so that they hold as much as possible of the parts they will own.
+def assign_ranks(members: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Overlap) -> tuple[str, ...]:
+    """Return ``members`` in the order of their new ranks, so that they hold as much as possible of the parts they will own.
 
     Args:
         members: workers of the next generation, in any order; ties keep it.
@@ -101,7 +101,7 @@ def seated(members: Sequence[str], held: Mapping[str, Sequence[int]], overlap: O
         overlap: of the old ranks' parts and those of as many new ranks as there are members.
     """
     count = len(members)
-    if count > SEATED:
+    if count > EXACT_RANKS:
         return _filled(members, _greedy(members, held, overlap), count)
     # Among equally good numberings, take the one that keeps most workers in place.
     places = assign(-(kept(members, held, overlap) * (count + 1) + np.eye(count, dtype=np.int64)))
@@ -119,13 +119,13 @@ def staying(candidates: Sequence[str], held: Mapping[str, Sequence[int]], overla
     leave.
 
     Args:
-        held: as for :func:`seated`.
-        overlap: as for :func:`seated`; as many candidates stay as it has new ranks.
+        held: as for :func:`assign_ranks`.
+        overlap: as for :func:`assign_ranks`; as many candidates stay as it has new ranks.
         nodes: the workers on each node, including workers that are no candidates.
     """
     stay = overlap.after
     leave = len(candidates) - stay
-    if len(candidates) > EXACT:
+    if len(candidates) > EXACT_STAYERS:
         stays = frozenset(_filled(candidates, _greedy(candidates, held, overlap), stay))
         return [worker for worker in candidates if worker in stays]
     bytes_kept = kept(candidates, held, overlap)

@@ -114,7 +114,7 @@ def _earliest_ends(problem: PlacementProblem, kinds: Kinds, shards: np.ndarray) 
 
 
 def _trace(problem: PlacementProblem, kinds: Kinds, ends: np.ndarray, shards: np.ndarray) -> list[int]:
-    """Return an order of the tensors that reaches the full state's end."""
+    """Return an order of the tensors that ends where the state with all tensors placed does, traced from its last tensor to its first."""
     state, order = kinds.states - 1, []
     left = [list(m) for m in kinds.members]
     for steps in reversed(kinds.levels):
