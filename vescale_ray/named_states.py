@@ -85,7 +85,7 @@ def load_by_name(
     Args:
         mine: the state dict of all ``optimizers``, by parameter name.
         given: the states to load; ``hyper``: the hyperparameters.
-        strict: refuse parameters without hyperparameters, or without states in a group with states. Otherwise they keep what they have.
+        strict: refuse parameters of which ``hyper`` has nothing, or ``given`` if the optimizer has states. Otherwise they keep theirs.
 
     Raises:
         ValueError: nothing was changed, unless an optimizer itself refuses its part.
@@ -97,14 +97,14 @@ def load_by_name(
         state: dict[int, Any] = {}
         described: list[dict[str, Any]] = []
         count = 0
+        stateful = any(optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"])
         for group in optimizer.param_groups:
             names = next(remaining)["params"]
             if strict:
                 _refuse_missing([name for name in names if name not in hyper], "hyperparameters")
-                trained = [name for name, p in zip(names, group["params"], strict=True) if p.requires_grad]
-                if any(given.get(name) for name in names) or any(optimizer.state.get(p) for p in group["params"]):
-                    kinds = {name: mine["state"].get(name, {}).keys() for name in trained}
-                    _refuse_missing([name for name in trained if not given.get(name) or kinds[name] - given[name].keys()], "states")
+                trained = [name for name, p in zip(names, group["params"], strict=True) if p.requires_grad and stateful]
+                kinds = {name: mine["state"].get(name, {}).keys() for name in trained}
+                _refuse_missing([name for name in trained if not given.get(name) or kinds[name] - given[name].keys()], "states")
             own = {key: value for key, value in group.items() if key not in OF_THE_MODEL}
             loaded_ones = _shared(names, hyper)
             if strict:

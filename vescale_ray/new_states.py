@@ -74,13 +74,14 @@ def unstepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
     with torch.no_grad():
         for optimizer in new:
             for group in optimizer.param_groups:
-                first = {"step": 0, "mu_product": 1, "eta": group.get("lr"), "step_size": group.get("lr")}
+                lr = float(group.get("lr", 0.0))
+                first = {"step": 0, "mu_product": 1, "eta": lr, "step_size": lr}
                 for state in (optimizer.state.get(param) for param in group["params"]):
                     if isinstance(state, dict):
                         _reset(state, first)
 
 
-def _reset(state: dict[str, Any], first: Mapping[str, Any]) -> None:
+def _reset(state: dict[str, Any], first: Mapping[str, float]) -> None:
     for key in first.keys() & state.keys():
         if isinstance(state[key], Tensor):
             state[key].fill_(first[key])
