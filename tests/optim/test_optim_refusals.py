@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from tests.ranks import on_threads
+from tests.ranks import on_processes, on_threads
 from vescale_ray import fully_shard
 from vescale_ray.geometry import Block
 from vescale_ray.optim import (
@@ -362,3 +365,30 @@ def test_columns_cut_by_a_placement_are_refused(rank: int, world: int, kind: Any
         kind(model.parameters(), **options)
     AdamW(model.parameters())
     kind(fully_shard(nn.Linear(8, 8, bias=False), block_policy=kind.block_policy(**options)).parameters(), **options)
+
+
+@on_threads(2)
+def test_rows_cut_by_tensor_parallelism_too_are_refused(rank: int, world: int) -> None:
+    """The placement is torch's _StridedShard."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(nn.Sequential(nn.Linear(8, 8, bias=False)), mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(0))
+    with pytest.raises(ValueError, match="parameter 0 of shape .* train it with AdamW .* or shard it over the data-parallel mesh only"):
+        Muon(model.parameters())
+    AdamW(model.parameters())
+    Muon(fully_shard(nn.Linear(8, 8, bias=False), mesh=mesh["dp"]).parameters())
+
+
+@pytest.mark.parametrize("kind", [AdamW, Flat, AdamW8bit])
+@on_processes(2)
+def test_states_of_plain_shards_stay_on_their_rank(rank: int, world: int, kind: Any) -> None:
+    model = fully_shard(net(), shard_placement_fn=lambda _: Shard(0))
+    optimizer = kind(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, optimizer.state_dict())
+    new = kind(model.parameters())
+    new.load_state_dict(states[rank])
+    with pytest.raises(ValueError, match=rf"the part that rank {1 - rank} on .* on rank {rank} of 2"):
+        new.load_state_dict(states[1 - rank])

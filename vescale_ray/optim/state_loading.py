@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from vescale_ray.dtensor.arguments import check_saved_part
 from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_ray.dtensor.spec import sharding_of
 from vescale_ray.optim.parameters import named_of
@@ -120,6 +121,8 @@ def completed(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> dic
         for kind, value in (found or {}).items() if not here else ():
             if isinstance(value, Tensor) and value.shape == param.shape and param.dim():
                 _check_placed(kind, name, value, param)
+    for value in (value for states in given["state"].values() for value in states.values() if type(value) is DTensor):
+        check_saved_part(value.device_mesh, value.placements, value.shape)
     unknown = [key for key in given["state"] if key not in known]
     if unknown:
         raise ValueError(f"the state dict has states of parameters {unknown[:3]}, which are in none of its param groups: it is damaged")

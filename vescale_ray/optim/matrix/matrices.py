@@ -72,7 +72,10 @@ def holding(param: Tensor, name: str) -> Holding:
     shards = [i for i, p in enumerate(placements) if not p.is_replicate()]
     ragged = isinstance(param, RaggedDTensor)
     if not ragged and any(type(placements[i]) is not Shard for i in shards):
-        raise ValueError(f"{shown}: only RaggedShard, Shard and Replicate can be put together for a matrix optimizer")
+        raise ValueError(
+            f"{shown}: only matrices that RaggedShard or Shard cut can be put together; train it with AdamW (build_optimizer: matrices of "
+            f"this kind can be routed by name), or shard it over the data-parallel mesh only, without tensor parallelism"
+        )
     # The ranks of dimension ``across`` put matrices together: the ragged one, else the last that cuts rows or experts.
     across = sharding_of(param._spec).mesh_dim if ragged else next((i for i in reversed(shards) if _dim(placements[i]) == 0), None)
     inner = [i for i in shards if i != across and _dim(placements[i]) >= len(shape) - 2]
