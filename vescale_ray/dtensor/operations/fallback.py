@@ -154,8 +154,9 @@ def take_first_ranks(local: Tensor, mesh: DeviceMesh, dims: Iterable[int]) -> No
 def plain_target(func: Any, target: Any) -> ValueError:
     return ValueError(
         f"{func} would write a ragged tensor into a plain tensor of shape {tuple(target.shape)}: "
-        "use full_tensor() for the whole or to_local() for this rank's part; if it is an optimizer's state, load that with "
-        "vescale_ray.state_dict.set_optimizer_state_dict and full_state_dict=True"
+        "use full_tensor() for the whole or to_local() for this rank's part, or, if a module is to be changed (other embeddings), do that "
+        "before fully_shard; if it is an optimizer's state, load it with vescale_ray.state_dict.set_optimizer_state_dict and "
+        "full_state_dict=True"
     )
 
 
