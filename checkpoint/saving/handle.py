@@ -28,7 +28,7 @@ class SaveHandle:
         self.stall_s = 0.0
         self.persist_s: float | None = None
         self.surfaced = False
-        """Whether the error was reported to a caller."""
+        """True if the error was reported to a caller."""
         self._begin_copy: Callable[[], Callable[[], None]] | None = None
         self._finish_copy: Callable[[], None] | None = None
         self._bound_s = bound_s

@@ -48,7 +48,7 @@ class FsspecStore:
     _parallel = 8
     _range_bytes = 4 << 20
     _atomic = False
-    """Whether a creation that succeeds is known to be the only one of its key."""
+    """True if a creation that succeeds is known to be the only one of its key."""
 
     def __init__(self, url: str, **options: Any) -> None:
         self._url = url

@@ -28,10 +28,10 @@ class S3Options:
     secret_key: str | None = field(default=None, repr=False)
     session_token: str | None = field(default=None, repr=False)
     checksums: bool = True
-    """Whether to send a CRC-32 with every upload, which the service checks before it accepts it. ``False`` for services that refuse the
+    """Send a CRC-32 with every upload, which the service checks before it accepts it. ``False`` for services that refuse the
     header."""
     conditional: bool = True
-    """Whether the service has conditional writes (``If-None-Match``). With ``False`` it may hold commits, but only one process may ever
+    """True if the service has conditional writes (``If-None-Match``). With ``False`` it may hold commits, but only one process may ever
     commit."""
     part_bytes: int = 8 * MIB
     """Bytes of an upload's parts, at least 5 MiB; larger for objects of more than 10 000 such parts."""

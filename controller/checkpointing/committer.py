@@ -55,7 +55,7 @@ class _Ballot:
     epoch: int
     world: int
     heard: float
-    """When the last vote or failure arrived. The commit begins with the last vote."""
+    """Arrival of the last vote or failure. The commit begins with the last vote."""
     seconds: float = 0.0
     """Seconds until the slowest rank had written."""
     stall_s: float = 0.0

@@ -173,7 +173,7 @@ class _Signals:
         self.count = 0
         self.name = ""
         self.since: float | None = None
-        """When the first signal came, by ``time.monotonic()``."""
+        """Time of the first signal, by ``time.monotonic()``."""
         self._before: dict[int, Any] = {}
         self._held = False
 

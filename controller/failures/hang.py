@@ -129,7 +129,7 @@ class HangWatch:
     """The step that was under way when a worker was last found hung; ``_blamed``: the generation."""
     _blamed: Ticket | None = None
     _stood: bool = False
-    """Whether a worker that was found hung in that step still answered."""
+    """True if a worker that was found hung in that step still answered."""
     _patience: int = 1
     """Factor of the bound until that step is done."""
     _stepped: int = 0

@@ -57,7 +57,7 @@ class Autoscaling:
     def __init__(self, elastic: ElasticSection, whole: Callable[[int], int] = int) -> None:
         self._elastic, self._capacity, self._whole = elastic, FreePlaces(elastic.grow_after_s), whole
         self._begun: float | None = None
-        """When the last growth began."""
+        """Start of the last growth."""
         self._aim: int | None = None
         """Number of workers after the growth under way."""
         self._failed = 0

@@ -69,7 +69,7 @@ class Scaling:
         self._save_now = False
         self._aim = 0
         self._short = False
-        """Whether more workers are wanted than train."""
+        """True if more workers are wanted than train."""
         self._put_off: float | None = None
         """Since when the wanted change has waited for a checkpoint."""
         self._unplanned: float | None = None

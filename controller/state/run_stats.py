@@ -95,7 +95,7 @@ class RunStats:
         return self.evaluations[max(self.evaluations)] if self.evaluations else {}
 
     def ended(self, step: int) -> float | None:
-        """When ``step`` steps were complete: known of recent steps and of checkpoints."""
+        """The time at which ``step`` steps were complete: known of recent steps and of checkpoints."""
         found = self.steps.ended(step)
         return self.checkpoints.ended.get(step) if found is None else found
 

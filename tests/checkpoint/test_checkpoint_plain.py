@@ -90,7 +90,7 @@ def load_rank(rank: int, world: int, root: str) -> tuple[str, str, bool]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two values are equal bit for bit, with the same types and dtypes."""
+    """True if two values are equal bit for bit, with the same types and dtypes."""
     if isinstance(left, dict):
         return (
             type(left) is type(right)

@@ -470,7 +470,7 @@ def test_folder_without_checkpoints_lists_none_and_fails_verify(elsewhere: Path,
 
 
 def connected() -> bool:
-    """Whether Ray is initialized in this process, by another test for example."""
+    """True if Ray is initialized in this process, by another test for example."""
     return "ray" in sys.modules and sys.modules["ray"].is_initialized()
 
 

@@ -106,7 +106,7 @@ def network(count: int) -> Iterator[Network]:
 
 @functools.cache
 def possible() -> bool:
-    """Whether this machine allows a :class:`Network`."""
+    """True if this machine allows a :class:`Network`."""
     try:
         with network(1):
             return True

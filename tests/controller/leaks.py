@@ -45,7 +45,7 @@ class Life:
 
     @property
     def tells(self) -> bool:
-        """Whether there are enough measurements to judge the process."""
+        """True if there are enough measurements to judge the process."""
         return len(self.times) >= POINTS
 
     def look(self, children: Mapping[int, int]) -> None:

@@ -93,7 +93,7 @@ def worst_difference(losses: Mapping[int, float], reference: Mapping[int, float]
 
 
 def alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
+    """True if the process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -101,7 +101,7 @@ def alive(pid: int) -> bool:
 
 
 def lives(started: Mapping[str, Any]) -> bool:
-    """Whether the process of a ``worker_started`` event still lives.
+    """True if the process of a ``worker_started`` event still lives.
 
     The start time must match, too: a later process may get the same id, and a test must not kill another test's process.
     """

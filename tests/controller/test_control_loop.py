@@ -299,7 +299,7 @@ def test_restarted_controller_awaits_no_old_generations_save(generation: int, tm
 
 
 def awaited(stage: Stage, ended: Ending, workers: int, hire: int) -> bool:
-    """Whether the awaited workers come in time."""
+    """True if the awaited workers come in time."""
     waiting = states.Waiting(ended, workers, hire, stage.worker_group.now)
     recovering: states.Recovering = stage.rounds(states.Recovering, begin=waiting)
     return not recovering.waited

@@ -81,7 +81,7 @@ class Pods:
         return self._start(self._cluster["headGroupSpec"], ["--head"], ours)
 
     def ready(self) -> bool:
-        """Whether the head answers the health check for which the submitter and the operator wait."""
+        """True if the head answers the health check for which the submitter and the operator wait."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self._dashboard}/api/gcs_healthz", timeout=2) as answer:
                 return bool(answer.status == 200)

@@ -119,7 +119,7 @@ def samples_of(op: Any, dtype: torch.dtype, limit: int) -> list[Any]:
 
 
 def usable(sample: Any) -> bool:
-    """Whether all tensors are dense, and there is at least one."""
+    """True if all tensors are dense, and there is at least one."""
     tensors = [v for v in tree_leaves((sample.input, list(sample.args), dict(sample.kwargs))) if isinstance(v, Tensor)]
     plain = all(t.layout is torch.strided and not t.is_quantized and not t.is_nested for t in tensors)
     return bool(tensors) and plain and all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
@@ -422,7 +422,7 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 
 def bad(row: dict[str, Any]) -> bool:
-    """Whether an operation was silently wrong, hung, crashed, or could not be tried."""
+    """True if an operation was silently wrong, hung, crashed, or could not be tried."""
     names = {name for by_variant in row["found"].values() for variant in VARIANTS for name in by_variant.get(variant, {})}
     return bool(names & {"WRONG", "HUNG", "CRASHED"}) or "skipped" in row
 

@@ -99,7 +99,7 @@ def test_gradients_are_those_of_a_plain_module(rank: int, world: int, how: str) 
 
 
 def written(rank: int, world: int) -> list[bool]:
-    """Whether each of a step's first gradients was taken over without a copy."""
+    """True if each of a step's first gradients was taken over without a copy."""
     ours, _ = pair()
     group = unit_of(ours).groups[0]
     taken = []

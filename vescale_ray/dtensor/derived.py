@@ -126,7 +126,7 @@ class DerivedDTensor(RaggedAwareDTensor):
     """
 
     _of_norm = False
-    """Whether this tensor is a view of a pending norm. A write to the view would not reach the norm."""
+    """True if this tensor is a view of a pending norm. A write to the view would not reach the norm."""
 
     @property
     def data(self) -> Tensor:

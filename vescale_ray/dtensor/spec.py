@@ -97,7 +97,7 @@ class LocalSharding:
         self.first_unit = ragged.units_of(self.section) * sum(ragged.local_units[: self.rank]) // sum(ragged.local_units)
         self.pending = any(p.is_partial() for p in self.placements)
         self.simple = bool(self.shape) and not self.pending
-        """Whether element-wise operations may run on local tensors without further checks."""
+        """True if element-wise operations may run on local tensors without further checks."""
         self._interval: tuple[int, int] | None = None
         self._views: dict[object, LocalSharding | None] = {}
         self._specs: dict[torch.dtype, DTensorSpec] = {}
@@ -109,7 +109,7 @@ class LocalSharding:
         return len(self.placement.local_units)
 
     def same_layout(self, other: LocalSharding) -> bool:
-        """Whether mesh, placements and shape are equal, so that local tensors correspond element by element."""
+        """True if mesh, placements and shape are equal, so that local tensors correspond element by element."""
         return self is other or (self.shape == other.shape and self.placements == other.placements and self.mesh == other.mesh)
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:

@@ -102,7 +102,7 @@ class Agreement:
 
     @property
     def communicates(self) -> bool:
-        """Whether there is another rank to ask."""
+        """True if there is another rank to ask."""
         return any(mesh.size() > 1 for mesh, _ in self._meshes)
 
     @torch.no_grad()

@@ -62,7 +62,7 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self.unhurried = False
-        """Whether the thread is inside :meth:`without_hurry`."""
+        """True if the thread is inside :meth:`without_hurry`."""
         self._thread = threading.get_ident()
         self._beats = -passed(self._thread)
         self.native = threading.get_native_id()

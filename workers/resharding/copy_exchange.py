@@ -210,7 +210,7 @@ class _Exchange:
     sends: list[Any] = field(default_factory=list)
     receives: list[Any] = field(default_factory=list)
     awaited: bool = False
-    """Whether all receives are posted. ``receives`` stays empty if the ward owns nothing."""
+    """True if all receives are posted. ``receives`` stays empty if the ward owns nothing."""
     own_sums: Tensor | None = None
     since: int = field(default_factory=abortable_waits.mark)
 

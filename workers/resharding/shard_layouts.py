@@ -165,9 +165,9 @@ class Layouts:
         self._planned: dict[int, Future[Parts]] = {}
         self._thread: ThreadPoolExecutor | None = None
         self.told = False
-        """Whether a worker has reported its outline, or that there is none."""
+        """True if a worker has reported its outline, or that there is none."""
         self.exact = False
-        """Whether the last answer of :meth:`overlap` came from the planned layouts."""
+        """True if the last answer of :meth:`overlap` came from the planned layouts."""
 
     def take(self, packed: bytes | None) -> None:
         """Set the pickled :class:`Outline`, or None if there is none. The thread unpickles it, since that may import torch, which takes

@@ -123,7 +123,7 @@ def _linear(cls: type[DTensor], func: Any, name: str, args: Sequence[Any], kwarg
 
 
 def _numbers(value: Any) -> bool:
-    """Whether ``value`` is a factor without a sharding, equal on every rank: a number, a plain 0-dim tensor, or a list of numbers."""
+    """True if ``value`` is a factor without a sharding, equal on every rank: a number, a plain 0-dim tensor, or a list of numbers."""
     if isinstance(value, Tensor):
         return not isinstance(value, DTensor) and value.ndim == 0
     if isinstance(value, list | tuple):

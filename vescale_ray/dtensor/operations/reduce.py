@@ -101,14 +101,14 @@ def _refuse_empty(what: str, tensors: Sequence[DTensor]) -> None:
 
 
 def equal(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether all local parts are equal; the answer is the same on every rank."""
+    """True if all local parts are equal; the answer is the same on every rank."""
     if args[0].shape != args[1].shape:
         return False
     return _compared(cls, torch.equal, args, kwargs)
 
 
 def allclose(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether all local parts are close; the answer is the same on every rank."""
+    """True if all local parts are close; the answer is the same on every rank."""
     shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
     if not any(isinstance(v, cls) and v.shape == shape for v in args[:2]):
         return NotImplemented  # the result is larger than any ragged operand
@@ -205,7 +205,7 @@ def _result_dtype(name: str, of: torch.dtype, dtype: torch.dtype | None, order: 
 
 
 def _needs_elements(name: str, order: float) -> bool:
-    """Whether torch refuses this reduction of an empty tensor."""
+    """True if torch refuses this reduction of an empty tensor."""
     return name in ("max", "amax", "min", "amin") or (name == "linalg_vector_norm" and (order < 0 or math.isinf(order)))
 
 

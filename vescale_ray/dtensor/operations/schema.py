@@ -63,7 +63,7 @@ def meta_like(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def in_torchs_backward() -> bool:
-    """Whether one of torch's derivative formulas is running. A plain tensor that it makes (ones to join with a gradient) is whole, and
+    """True if one of torch's derivative formulas is running. A plain tensor that it makes (ones to join with a gradient) is whole, and
     equal on every rank.
 
     This does not hold for a user's Function or for hooks. It excludes the formula of ``prod``: for tensor subclasses torch uses another
@@ -75,7 +75,7 @@ def in_torchs_backward() -> bool:
 
 
 def plain_is_whole() -> bool:
-    """Whether a plain tensor among distributed operands is whole: in torch's derivative formulas and in ``implicit_replication()``."""
+    """True if a plain tensor among distributed operands is whole: in torch's derivative formulas and in ``implicit_replication()``."""
     return in_torchs_backward() or allows_implicit_replication()
 
 

@@ -22,7 +22,7 @@ from vescale_ray.dtensor.transfer import arrived
 
 
 def held_whole(operands: Sequence[DTensor]) -> bool:
-    """Whether every rank holds all elements of each operand, or a contribution to all, on one mesh."""
+    """True if every rank holds all elements of each operand, or a contribution to all, on one mesh."""
     mesh = operands[0].device_mesh
     whole = all(p.is_replicate() or p.is_partial() for v in operands for p in v.placements)  # torch's _StridedShard is no Shard
     return whole and all(v.device_mesh is mesh or v.device_mesh == mesh for v in operands)

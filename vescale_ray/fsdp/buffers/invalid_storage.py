@@ -43,7 +43,7 @@ class Guard:
 
     @property
     def exported(self) -> bool:
-        """Whether a NumPy array shares the storage. Its memory must stay then, since NumPy reads it without asking torch."""
+        """True if a NumPy array shares the storage. Its memory must stay then, since NumPy reads it without asking torch."""
         return self._watched and not (self._storage if self.valid else self._aside).resizable()
 
     def invalidate(self) -> None:

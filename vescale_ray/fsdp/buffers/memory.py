@@ -111,16 +111,16 @@ class Buffer:
         self.views: dict[Any, list[torch.Tensor]] = {}
         """Views of this buffer's tensors, by layout and dtype, so that they are made once."""
         self.used = False
-        """Whether a backward has used the buffer since the last one ended."""
+        """True if a backward has used the buffer since the last one ended."""
 
     @property
     def fixed(self) -> bool:
-        """Whether the memory was given, and so is never freed."""
+        """True if the memory was given, and so is never freed."""
         return self.given is not None
 
     @property
     def exported(self) -> bool:
-        """Whether a NumPy array shares the memory, which then stays: it is neither freed nor moved to another buffer."""
+        """True if a NumPy array shares the memory, which then stays: it is neither freed nor moved to another buffer."""
         return self._guard is not None and self._guard.exported
 
     @property
@@ -201,7 +201,7 @@ class Buffer:
 
 
 def may_stay(nbytes: int, device: torch.device) -> bool:
-    """Whether a part of a buffer of this size can have permanent memory."""
+    """True if a part of a buffer of this size can have permanent memory."""
     return device.type == "cpu" and nbytes >= MAPPED_BYTES and AddressRange.supported
 
 
@@ -330,7 +330,7 @@ class Pool:
                 buffer.used = False
 
     def spares(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` is more than the process may keep, so that freeing it is worth the time."""
+        """True if ``nbytes`` is more than the process may keep, so that freeing it is worth the time."""
         return nbytes > self.keep
 
     def trim(self, *, scratch: bool = True) -> None:

@@ -63,7 +63,7 @@ class Arguments:
         _check_dims(self.sharding, self.dp_mesh_dims, self.reshard_after_forward)
 
     def resharding(self, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
-        """Whether to reshard after forward, and the number of ranks to reshard to if that is not all those that shard over ``mesh``.
+        """Return whether to reshard after forward, and the number of ranks to reshard to if that is not all those that shard over ``mesh``.
 
         Raises:
             ValueError: ``reshard_after_forward`` is neither a bool, None nor a divisor of their number.
@@ -349,7 +349,7 @@ def check_block(fqn: str, block: Any) -> None:
 
 
 def has_hooks(fqn: str, param: nn.Parameter, block: Block | None, shard_dim: int | None) -> bool:
-    """Whether the parameter's tensor class defines the all-gather itself.
+    """True if the parameter's tensor class defines the all-gather itself.
 
     Raises:
         ValueError: it has only one of the two hooks, or is given a block or a dimension other than 0.

@@ -123,7 +123,7 @@ class GatheredBuffer:
             self.buffer.invalidate()
 
     def may_hide(self, memory: object) -> bool:
-        """Whether the all-gather under way has its pointers, so that the storages of ``memory`` may become invalid. It keeps ``memory``.
+        """True if the all-gather under way has its pointers, so that the storages of ``memory`` may become invalid. It keeps ``memory``.
 
         It lacks them if it runs later on a thread: a collective of a CPU process group that is not pairwise.
         """

@@ -81,7 +81,7 @@ class Gradients(GradientSettings):
         self.partial: torch.Tensor | None = None
         self._partial_used: set[int] = set()
         self.leaves_out = False
-        """Whether buffers of gathered parameters have no memory for this rank's own part (see ``memory``)."""
+        """True if buffers of gathered parameters have no memory for this rank's own part (see ``memory``)."""
         # Set by the unit. The callbacks must not hold the unit strongly.
         self.on_first: Callable[[], None] | None = None
         """Called before the first gradient of a backward arrives in the buffer."""
@@ -90,7 +90,7 @@ class Gradients(GradientSettings):
 
     @property
     def awaits_claimed(self) -> bool:
-        """Whether a claimed gradient has not arrived: a later part of this backward uses its parameter, too."""
+        """True if a claimed gradient has not arrived: a later part of this backward uses its parameter, too."""
         return bool(self._claims)
 
     @property
@@ -106,7 +106,7 @@ class Gradients(GradientSettings):
 
     @property
     def delivers(self) -> bool:
-        """Whether a reduction becomes ``.grad`` at once, instead of waiting for a later sum over the replicas."""
+        """True if a reduction becomes ``.grad`` at once, instead of waiting for a later sum over the replicas."""
         return self.place.replicate_group is None or self.all_reduce
 
     @property

@@ -38,7 +38,7 @@ class ParameterGroup:
     """
 
     hooked = False
-    """Whether the parameters' tensor classes define the all-gather themselves (:mod:`vescale_ray.fsdp.groups.hooked`)."""
+    """True if the parameters' tensor classes define the all-gather themselves (:mod:`vescale_ray.fsdp.groups.hooked`)."""
 
     def __init__(self, name: str, plan: GroupPlan, offload: OffloadPolicy, device: torch.device, *, to_empty: bool) -> None:
         self.name, self.policy, self.place = name, plan.policy, Place(plan.mesh, device)
@@ -51,11 +51,11 @@ class ParameterGroup:
         self.division, self.layout = plan.division, plan.division.layout
         alone = self.place.world == 1 and not plan.division.copies
         self.alone = not self.offload and (alone or not plan.division.part_numel)
-        """Whether there is one rank, or no element: nothing is sent."""
+        """True if there is one rank, or no element: nothing is sent."""
 
         self.residency = Residency.SHARDED
         self.requested = False
-        """Whether the user called ``unshard``: the parameters then stay gathered until a forward uses them or they are resharded."""
+        """True if the user called ``unshard``: the parameters then stay gathered until a forward uses them or they are resharded."""
         self.unshard_in_backward = True
         self.retain = plan.retain
         neighbours = None if plan.division.copies else plan.neighbours
@@ -64,14 +64,14 @@ class ParameterGroup:
         self._part: torch.Tensor | None = None
         """The part that this rank keeps for its ``subgroup`` between forward and backward."""
         self._whole = False
-        """Whether the buffer still holds all parameters, though the modules have the sharded ones."""
+        """True if the buffer still holds all parameters, though the modules have the sharded ones."""
         self._gathered_of: tuple[int, ...] | None = None
         """Version of the sharded parameters at the last gather."""
         self._local_of = 0
         """Version of the master shard's memory at the last gather. It also counts writes that only one rank made."""
         self._writes = 0  # of all ranks alike
         self._renormed = any(getattr(ref(), "max_norm", None) is not None for source in plan.sources for ref, _ in source.owners)
-        """Whether an embedding with ``max_norm`` writes to the gathered parameters in forward. These writes are dropped on purpose."""
+        """True if an embedding with ``max_norm`` writes to the gathered parameters in forward. These writes are dropped on purpose."""
         self.gathered = GatheredBuffer(self.place, self.division, plan.wire, self.compute_dtype, weakref.WeakMethod(self.invalid_because))
         self.params: list[GroupParam] = []
         self._shard_parameters(plan.sources, to_empty)
@@ -129,7 +129,7 @@ class ParameterGroup:
         return MasterShard(self.place, self.division, self.gathered.wire, self.params, memory, pinned=pinned)
 
     def _can_live_in_buffer(self) -> bool:
-        """Whether the master shard can be this rank's part of the gathered buffer, which saves its memory and its copy.
+        """True if the master shard can be this rank's part of the gathered buffer, which saves its memory and its copy.
 
         It can't if forward writes to gathered parameters (``max_norm``), since these writes must not reach the shard. It can't if the
         group keeps another part of the buffer either.
@@ -154,12 +154,12 @@ class ParameterGroup:
 
     @property
     def in_place(self) -> bool:
-        """Whether the unsharded parameters are views of the master shard."""
+        """True if the unsharded parameters are views of the master shard."""
         return self.alone and not self.casts
 
     @property
     def at_hand(self) -> bool:
-        """Whether the buffer holds the parameters, or an all-gather is filling it."""
+        """True if the buffer holds the parameters, or an all-gather is filling it."""
         return self.residency is not Residency.SHARDED or self._whole
 
     def attach(self, pool: Pool) -> None:

@@ -33,7 +33,7 @@ from vescale_ray.fsdp.layouts.phases import Residency
 
 
 def has_gather_hooks(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's class has both hooks.
+    """True if the tensor's class has both hooks.
 
     Raises:
         ValueError: it has only one of them.

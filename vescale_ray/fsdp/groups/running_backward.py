@@ -8,12 +8,12 @@ from vescale_ray.compat.core import current_graph_task_id, will_engine_execute_n
 
 
 def in_backward() -> bool:
-    """Whether the calling thread is inside a backward."""
+    """True if the calling thread is inside a backward."""
     return current_graph_task_id() != -1
 
 
 def will_accumulate(node: Any) -> bool | None:
-    """Whether the running backward will add to ``.grad`` of the leaf behind ``node``; None: it returns the gradient to its caller."""
+    """True if the running backward will add to ``.grad`` of the leaf behind ``node``; None: it returns the gradient to its caller."""
     try:
         return bool(will_engine_execute_node(node))
     except RuntimeError:  # torch raises this for a leaf in autograd.grad

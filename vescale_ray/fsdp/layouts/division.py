@@ -32,7 +32,7 @@ class Division(Protocol):
     part_numel: int
     """Elements of each rank's part of the all-gather."""
     copies: bool
-    """Whether parts are copied into and out of the unsharded buffer."""
+    """True if parts are copied into and out of the unsharded buffer."""
 
     def placement(self, name: str) -> Placement: ...
     def local_shape(self, name: str) -> tuple[int, ...]: ...

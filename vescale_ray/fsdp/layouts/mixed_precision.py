@@ -13,7 +13,7 @@ from vescale_ray.compat import installed_release
 from vescale_ray.errors import BadArgument, noted
 
 REDUCES_IN_OWN_DTYPE = installed_release() >= (2, 15)
-"""Whether a policy without ``reduce_dtype`` reduces in the parameter's dtype, as torch does since 2.15. Older torch reduces in the compute
+"""True if a policy without ``reduce_dtype`` reduces in the parameter's dtype, as torch does since 2.15. Older torch reduces in the compute
 dtype."""
 
 

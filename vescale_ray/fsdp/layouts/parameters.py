@@ -68,7 +68,7 @@ class OriginalParameter:
     block: Block | None
     parallel: Parallel | None = None
     gaps: bool = False
-    """Whether the parameter is a stack of matrices that may have a gap after each matrix."""
+    """True if the parameter is a stack of matrices that may have a gap after each matrix."""
     form: Fp8Block | None = None
     """The FP8 format in which the parameter is gathered; None: the compute dtype."""
     cut_block: Block = Block.rows(1)
@@ -76,9 +76,9 @@ class OriginalParameter:
     shard_dim: int | None = None
     """Dimension of a plain ``Shard`` placement; None: the planner cuts the parameter."""
     hooked: bool = False
-    """Whether the parameter's tensor class defines the all-gather."""
+    """True if the parameter's tensor class defines the all-gather."""
     tied: bool = False
-    """Whether an earlier unit holds the parameter, too. This unit shards a copy, which must be replaced before the first forward."""
+    """True if an earlier unit holds the parameter, too. This unit shards a copy, which must be replaced before the first forward."""
 
     @property
     def value(self) -> torch.Tensor:
@@ -374,7 +374,7 @@ def outer_of(sharded: nn.Parameter) -> Any:
 
 
 def is_view_of(param: nn.Parameter, flat: torch.Tensor) -> bool:
-    """Whether the local part of ``param`` lies in the storage of ``flat``."""
+    """True if the local part of ``param`` lies in the storage of ``flat``."""
     return isinstance(param, DTensor) and local_of(param).untyped_storage()._cdata == flat.untyped_storage()._cdata
 
 

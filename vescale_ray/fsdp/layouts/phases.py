@@ -61,7 +61,7 @@ class StepEnd:
     active: bool | None = None
     """Value of ``by_hand`` when the step's first backward started; None between steps."""
     pending: bool = False
-    """Whether ``finalize_backward(async_op=True)`` was called and its handle still has to be waited on."""
+    """True if ``finalize_backward(async_op=True)`` was called and its handle still has to be waited on."""
     step: int = 0
     """Number of finished steps; a handle is valid for one."""
 

@@ -101,7 +101,7 @@ class State:
 
     @property
     def is_last_backward(self) -> bool:
-        """Whether the next backward is the last of the step, on ``_state_ctx``."""
+        """True if the next backward is the last of the step, on ``_state_ctx``."""
         return self._unit.ending.is_last
 
     @is_last_backward.setter

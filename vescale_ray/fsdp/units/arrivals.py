@@ -22,7 +22,7 @@ def listen(unit: Unit) -> None:
 
 
 def will_come(group: ParameterGroup) -> bool:
-    """Whether the running backward will accumulate a gradient of a parameter of ``group``."""
+    """True if the running backward will accumulate a gradient of a parameter of ``group``."""
     leaves = (param.unsharded for param in group.params if param.sharded.requires_grad)
     with outside_transforms():  # inside torch.func.grad, a leaf of another level has no edge
         return any(leaf.requires_grad and will_accumulate(get_gradient_edge(leaf).node) for leaf in leaves if leaf is not None)

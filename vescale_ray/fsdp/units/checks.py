@@ -24,7 +24,7 @@ _NAMES = "_vescale_parameter_names"
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Whether torch's ``replicate`` was applied to this module itself; its parameters must not be sharded then."""
+    """True if torch's ``replicate`` was applied to this module itself; its parameters must not be sharded then."""
     return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
 
 
@@ -74,7 +74,7 @@ def _told(param: nn.Parameter, name: str | None = None) -> str:
 
 
 def is_managed(module: nn.Module, name: str) -> bool:
-    """Whether a unit manages the parameter that ``module`` holds under this name."""
+    """True if a unit manages the parameter that ``module`` holds under this name."""
     return bool(module.__dict__.get(_NAMES, {}).get(name))
 
 

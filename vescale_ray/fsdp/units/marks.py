@@ -72,7 +72,7 @@ class Call(Generic[U]):
         self.forward: object = None
         """An object that all calls of one outermost forward share."""
         self.reachable = False
-        """Whether a tensor carries an entry mark of this call."""
+        """True if a tensor carries an entry mark of this call."""
         self.consumed = False
         self.loads = unit.loads
 
@@ -83,7 +83,7 @@ class Call(Generic[U]):
 
     @property
     def is_first(self) -> bool:
-        """Whether backward has reached all earlier calls of this unit. Until then more gradients may arrive, on some ranks at least."""
+        """True if backward has reached all earlier calls of this unit. Until then more gradients may arrive, on some ranks at least."""
         earlier = self.earlier
         while earlier is not None and earlier.consumed:
             earlier = earlier.earlier
@@ -91,7 +91,7 @@ class Call(Generic[U]):
 
     @property
     def is_nearly_first(self) -> bool:
-        """Whether backward needs no further all-gather: this is the first call, or the second and the first one's unit is gathered."""
+        """True if backward needs no further all-gather: this is the first call, or the second and the first one's unit is gathered."""
         earlier = self.previous
         if earlier is None:
             return True
@@ -99,7 +99,7 @@ class Call(Generic[U]):
         return earlier.previous is None and unit is not None and unit.gathered
 
     def is_to_come(self) -> bool:
-        """Whether the running backward will pass through this call and its exit mark, but has not reached it yet."""
+        """True if the running backward will pass through this call and its exit mark, but has not reached it yet."""
         node = None if self.consumed or self.exit is None else self.exit()
         return node is not None and bool(will_accumulate(node))
 

@@ -61,11 +61,11 @@ class Schedule:
         self._order: ForwardOrder[Unit] = ForwardOrder()
         self._in_backward = False
         self.accumulates = False
-        """Whether the running backward adds to ``.grad`` of parameters; ``torch.autograd.grad`` for inputs alone does not."""
+        """True if the running backward adds to ``.grad`` of parameters; ``torch.autograd.grad`` for inputs alone does not."""
         self._below_root = False
-        """Whether the running backward has reached a unit other than the root."""
+        """True if the running backward has reached a unit other than the root."""
         self._creates_graph = False
-        """Whether the running backward has ``create_graph``."""
+        """True if the running backward has ``create_graph``."""
         self._optimizer_steps = OptimizerSteps(self)
 
     @property
@@ -80,7 +80,7 @@ class Schedule:
 
     @property
     def running(self) -> bool:
-        """Whether a forward or a backward is under way."""
+        """True if a forward or a backward is under way."""
         return self.forward_root is not None or self._in_backward
 
     @property
@@ -90,7 +90,7 @@ class Schedule:
 
     @property
     def overlaps(self) -> bool:
-        """Whether collectives run on side streams."""
+        """True if collectives run on side streams."""
         return self.lanes.gather.stream is not None
 
     # -- start -------------------------------------------------------------------------------------------------------

@@ -89,13 +89,13 @@ class Unit:
         self._calls: weakref.WeakSet[Call[Unit]] = weakref.WeakSet()
         """Calls that a backward may still reach."""
         self.reduced = False
-        """Whether the running backward has started a reduction."""
+        """True if the running backward has started a reduction."""
         self._trains = False
         """True if a backward may reach the running forward."""
         self._owes = False
-        """Whether a backward has accumulated gradients here since the last reduction; the rank then joins the next one."""
+        """True if a backward has accumulated gradients here since the last reduction; the rank then joins the next one."""
         self.keeps_graph = False
-        """Whether a backward with ``create_graph`` has run: a later backward may read the parameters through its graph."""
+        """True if a backward with ``create_graph`` has run: a later backward may read the parameters through its graph."""
         self.loads = 0
         """Number of state dicts that were loaded."""
         self.pre_hooks = [module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True) for module in modules]
@@ -103,7 +103,7 @@ class Unit:
 
     @property
     def gathered(self) -> bool:
-        """Whether every group's parameters are gathered, being gathered, or kept."""
+        """True if every group's parameters are gathered, being gathered, or kept."""
         return all(group.at_hand for group in self.groups)
 
     def set_phase(self, phase: Phase) -> None:

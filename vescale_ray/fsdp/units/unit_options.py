@@ -38,5 +38,5 @@ class UnitOptions:
 
     @property
     def reduces(self) -> bool:
-        """Whether backward reduces gradients."""
+        """True if backward reduces gradients."""
         return self.gradient_sync or not self.hold_gradients

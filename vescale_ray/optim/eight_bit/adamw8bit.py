@@ -202,7 +202,7 @@ def step_blocks(work: Sequence[tuple[Held, Sequence[Region], Hyper]]) -> None:
 
 @lru_cache(maxsize=1)
 def has_triton() -> bool:
-    """Whether the fused kernel can be built here; without it, CUDA tensors take the torch path."""
+    """True if the fused kernel can be built here; without it, CUDA tensors take the torch path."""
     return importlib.util.find_spec("triton") is not None
 
 

@@ -228,7 +228,7 @@ class _Leg:
             elif rank in cuts:
                 by_root[root].append(i)
         self.travels = plan.travels(chosen, exchange.replica)
-        """Whether any rank of the group must send anything; the same on all ranks."""
+        """True if any rank of the group must send anything; the same on all ranks."""
         self.outgoing, self.given = _message(by_root, lambda i, _: plan.jobs[i].cuts[rank])
         self.incoming, self.wanted = _message(by_holder, lambda i, holder: plan.jobs[i].cuts[holder])
         self.sizes = [sum(_numel(plan.jobs[i], rank) for i in indices) for indices in self.theirs]

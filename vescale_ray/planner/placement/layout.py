@@ -107,7 +107,7 @@ class KeptElements:
     """Positions of the same elements in the rank's part of the communicated buffer: ``(start, end)`` pairs in order."""
     numel: int
     in_place: bool
-    """Whether the kept buffer and the communicated part are the same memory."""
+    """True if the kept buffer and the communicated part are the same memory."""
 
 
 @dataclass(frozen=True)
