@@ -17,6 +17,9 @@ from vescale_ray.config.peers import our_key
 from vescale_ray.config.run_config import RunConfig
 from vescale_ray.config.sections import ConfigError
 
+_SHOWN = 4
+"""Most wrong keys of a file in an error. One of another trainer has many."""
+
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read ``path`` (None: all defaults), then apply ``overrides`` of the form ``section.key=value`` (the value is YAML) in order.
@@ -105,6 +108,8 @@ def _hint(error: yaml.MarkedYAMLError) -> str:
         return "; put a text that begins with * in quotes"
     if "cannot start any token" in said:
         return "; indent with spaces" if "'\\t'" in said else "; put the text in quotes"
+    if "'<document start>'" in said:  # [train] and steps = 5, as in TOML
+        return "; write sections of keys, for example `train: {steps: 100}`"
     return ""
 
 
@@ -172,22 +177,29 @@ def _text(raw: str, field: FieldInfo) -> str | list[str] | None:
 
 
 def _check_keys(tree: Mapping[str, Any], known: Mapping[str, FieldInfo]) -> None:
+    """Raise ConfigError with one line for the first keys that are unknown or out of place."""
+    problems = list(_wrong_keys(tree, known))
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise ConfigError("; ".join(problems[:_SHOWN]) + more)
+
+
+def _wrong_keys(tree: Mapping[str, Any], known: Mapping[str, FieldInfo]) -> Iterator[str]:
     names = {name for name, _ in sections()}
     for name, keys in tree.items():
         if name in known:
             section, _, key = name.partition(".")
-            raise ConfigError(f"{name}: only the command line takes a key with its section; write {section}: {{{key}: {shown(keys)}}}")
-        if name not in names:
+            yield f"{name}: only the command line takes a key with its section; write {section}: {{{key}: {shown(keys)}}}"
+        elif name not in names:
             first = next(iter(keys), None) if isinstance(keys, dict) else None
-            raise ConfigError(_unknown(str(name) if first is None else f"{name}.{first}", known))
-        if keys is None:
-            continue
-        if not isinstance(keys, dict):
+            yield _unknown(str(name) if first is None else f"{name}.{first}", known)
+        elif isinstance(keys, dict):
+            for key in keys:
+                if f"{name}.{key}" not in known:
+                    yield _unknown(f"{name}.{key}", known)
+        elif keys is not None:
             example = next(key for key in known if key.startswith(f"{name}."))
-            raise ConfigError(f"{name} = {shown(keys)}: {name} is a section; set its keys, for example {example}")
-        for key in keys:
-            if f"{name}.{key}" not in known:
-                raise ConfigError(_unknown(f"{name}.{key}", known))
+            yield f"{name} = {shown(keys)}: {name} is a section; set its keys, for example {example}"
 
 
 def _unknown(key: str, known: Mapping[str, FieldInfo]) -> str:
