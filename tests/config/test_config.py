@@ -200,6 +200,12 @@ def test_key_of_another_trainer_gets_ours(name: str, ours: str) -> None:
     assert refusal(f"{name}=1") == f"unknown key {name}: did you mean {ours}?"
 
 
+@pytest.mark.parametrize("key", ["data.eval.w.corpus", "data.mixture.0.weight", "train.optimizer_options.nesterov"])
+def test_part_of_a_value_gets_the_key_that_holds_it(key: str) -> None:
+    holder = ".".join(key.split(".")[:2])
+    assert refusal(f"{key}=1").startswith(f"unknown key {key}: give the whole value of {holder}, a list in brackets")
+
+
 def test_keys_of_other_trainers_are_none_of_ours() -> None:
     known = {f"{name}.{key}" for name, section in sections() for key in section.model_fields}
     for name, ours in OURS.items():

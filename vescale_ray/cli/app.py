@@ -19,7 +19,7 @@ import click
 
 from vescale_ray import __version__
 from vescale_ray.cli.checkpoints.checkpoint_group import ckpt
-from vescale_ray.cli.common import BAD_INPUT, FAILED, INTERRUPTED, OK, CommandGroup, Failed, check_place, folder_of
+from vescale_ray.cli.common import BAD_INPUT, FAILED, INTERRUPTED, OK, CommandGroup, Failed, check_place, folder_of, option_told
 from vescale_ray.cli.data_commands import data
 from vescale_ray.cli.export_commands import dash, export
 from vescale_ray.cli.init_command import init
@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         click.echo(error.format_message())
         return BAD_INPUT
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption) and (told := option_told(error)):
+            return _fail(told, BAD_INPUT)
         where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "vescale-ray"
         return _fail(f"{' '.join(error.format_message().split())} (see {where} --help)", BAD_INPUT)
     except (KeyboardInterrupt, click.Abort):

@@ -30,6 +30,14 @@ def lasting_path(_: click.Context, parameter: click.Parameter, value: str | None
     return value
 
 
+_MEANT = {
+    **dict.fromkeys(("resume", "run", "finetune", "fine-tune", "fit", "pretrain"), "train"),
+    **dict.fromkeys(("merge", "convert"), "export-hf"),
+    "tokenize": "prepare",
+}
+"""Our command for other programs' names."""
+
+
 class CommandGroup(click.Group):
     """A command group that suggests the nearest command."""
 
@@ -37,10 +45,23 @@ class CommandGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+            known = self.list_commands(ctx)
+            meant = "train" if args[0].endswith((".yaml", ".yml")) else _MEANT.get(args[0])
+            near = [meant] if meant in known else difflib.get_close_matches(args[0], known, n=1)
             if not near:
                 raise
             raise click.UsageError(f"no such command {args[0]}: did you mean {near[0]}?", ctx) from error
+
+
+def option_told(error: click.NoSuchOption) -> str | None:
+    """Return the sentence for an option that is a key of the configuration, if the command takes keys; else None."""
+    from vescale_ray.config.peers import our_key
+
+    if error.ctx is None or not any("KEY=VALUE" in (parameter.metavar or "") for parameter in error.ctx.command.params):
+        return None
+    key = error.option_name.lstrip("-")
+    ours = our_key(key) or (key if "." in key else None)
+    return ours and f"no such option {error.option_name}: keys are no options; write {ours.partition(' ')[0]}=VALUE behind the file"
 
 
 def folder_of(path: str | None) -> RunFolder:

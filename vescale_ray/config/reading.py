@@ -206,6 +206,9 @@ def _unknown(key: str, known: Mapping[str, FieldInfo]) -> str:
     """Return one line for an unknown key, with the one that other trainers call so, or the nearest: by its last word here or elsewhere, or
     as a whole."""
     section, _, leaf = key.rpartition(".")
+    holder = ".".join(key.split(".")[:2])
+    if holder in known and holder != key:
+        return f"unknown key {key}: give the whole value of {holder}, a list in brackets, or keys and values in braces"
     if ours := our_key(key):
         return f"unknown key {key}: did you mean {ours}?"
     siblings = [other for other in known if other.startswith(f"{section}.")]
