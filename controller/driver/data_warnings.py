@@ -25,6 +25,7 @@ def warnings_of(dataset: Any, sets: Mapping[str, Any], config: RunConfig) -> Ite
     yield from endless(dataset)
     yield from foreign_tokens(dataset, config.data.tokenizer)
     yield from other_purposes(dataset, sets)
+    yield from unread_keys(dataset, sets, config)
 
 
 def scarce(dataset: Any, config: RunConfig) -> Iterator[str]:
@@ -95,6 +96,18 @@ def other_purposes(dataset: Any, sets: Mapping[str, Any]) -> Iterator[str]:
             if shared or source.describe().get("sha256") == one.describe().get("sha256"):
                 told = min(shared, default="its text")
                 yield f"data.eval.{name}: {told} is training data of {key}, too; give data that is not trained on"
+
+
+def unread_keys(dataset: Any, sets: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
+    """Warn of keys of ``data`` that none of its files needs."""
+    from vescale_ray.data.document_files import ArrowFile, JsonLinesFile, ParquetFile
+    from vescale_ray.data.token_files import FlatFile
+
+    data, files = config.data, [file for source in (*_sources(dataset).values(), *sets.values()) for file in _files(source)]
+    if data.column != "text" and not any(isinstance(file, ArrowFile | JsonLinesFile | ParquetFile) for file in files):
+        yield f"data.column = {data.column} has no effect: no file of the data has columns"
+    if data.dtype != "uint16" and not any(isinstance(file, FlatFile) for file in files):
+        yield f"data.dtype = {data.dtype} has no effect: it is the type of tokens in .bin files, of which the data has none"
 
 
 def _files(source: Any) -> Sequence[Any]:

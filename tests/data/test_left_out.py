@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -63,3 +64,16 @@ def test_data_for_another_purpose_is_told(tmp_path: Path) -> None:
     assert warned(Path(train), column="input_ids", vocab=9) == (
         "data.corpus: the column labels is not read, so all tokens are learned; rows with data.format = chat learn answers only",
     )
+
+
+def test_keys_that_no_file_needs_are_told(tmp_path: Path) -> None:
+    text, tokens = tmp_path / "a.txt", tmp_path / "a.bin"
+    text.write_text("some text for a run\n" * 30)
+    tokens.write_bytes(np.arange(400, dtype=np.uint32).tobytes())
+    column = "data.column = body has no effect: no file of the data has columns"
+    dtype = "data.dtype = uint32 has no effect: it is the type of tokens in .bin files, of which the data has none"
+    assert warned(text, column="body", dtype="uint32") == (column, dtype)
+    assert warned(tokens, column="body", dtype="uint32", vocab=500) == (column,)
+    lines = write_jsonl(tmp_path / "a.jsonl", ["some text for a run"] * 30)
+    lines.write_text(lines.read_text().replace('"text"', '"body"'))
+    assert warned(lines, column="body") == ()
