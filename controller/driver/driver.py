@@ -230,7 +230,7 @@ class _Attempt:
         self._result: RunResult | None = None
         self._warnings = list(warnings)
         self.orphaned = False
-        """Whether it has failed because its supervisor was lost."""
+        """True if it has failed because its supervisor was lost."""
 
     def run(self) -> RunResult:
         """Start everything and follow it to its end."""
