@@ -41,7 +41,7 @@ def seed_of(*parts: int | str) -> int:
 LOADING = (
     "use model.hf, or load weights in a method init_parameter(name, full, generator) of the model, and leave out devices of parameters"
 )
-"""What to do in place of weights that a factory loads."""
+"""The remedy for weights that a factory loads."""
 
 
 def check_initializable(model: nn.Module, where: str) -> None:

@@ -28,7 +28,7 @@ from vescale_ray.data.stream import Ids
 from vescale_ray.errors import BadInput
 
 REMEDY = "rename its fields to prompt and completion, or give messages with role and content"
-"""What to do with rows in the form of other programs: Alpaca, ShareGPT."""
+"""The remedy for rows in the form of other programs: Alpaca, ShareGPT."""
 IGNORED = -100
 """A target that does not count, as in ``torch.nn.functional.cross_entropy``."""
 RULE = "answers 2"

@@ -1,4 +1,4 @@
-"""What a forward on the meta device tells of a model, before any process has its values: masks, and sizes that do not fit each other."""
+"""Forwards on the meta device, before any process has values: they tell a model's masks, and sizes that do not fit each other."""
 
 from __future__ import annotations
 
