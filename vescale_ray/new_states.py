@@ -32,7 +32,7 @@ def undisturbed(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
     params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
     gradients = [param.grad for param in params]
     for optimizer in optimizers:
-        if _is_new(optimizer):
+        if is_new(optimizer):
             optimizer.state.clear()
     stepped = [p for optimizer in optimizers if not optimizer.state for group in optimizer.param_groups for p in group["params"]]
     local = [param.to_local() if isinstance(param, DTensor) else param for param in map(Tensor.detach, stepped) if not param.is_meta]
@@ -49,7 +49,8 @@ def undisturbed(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
                 part.copy_(values)
 
 
-def _is_new(optimizer: torch.optim.Optimizer) -> bool:
+def is_new(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether no parameter has states. A program that looks one up leaves an empty dict."""
     return all(isinstance(state, Mapping) and not state for state in optimizer.state.values())
 
 
@@ -60,7 +61,7 @@ def unstepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
     torch's getter leaves those after the step: counters of 1, momentum with weight decay in it, and a learning rate of zero in ASGD's and
     Rprop's states. The updates that follow would then differ from those of a run without the getter.
     """
-    new = [optimizer for optimizer in optimizers if _is_new(optimizer)]
+    new = [optimizer for optimizer in optimizers if is_new(optimizer)]
     before = [(group, dict(group)) for optimizer in new for group in optimizer.param_groups]
     for group, values in before:
         if isinstance(values.get("weight_decay"), int | float):

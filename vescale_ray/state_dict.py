@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from vescale_ray.communication.collectives import in_parameter_order
 from vescale_ray.full_state import FullState, FullTensor
 from vescale_ray.named_states import OF_THE_MODEL, by_name, load_by_name, with_names_of
-from vescale_ray.new_states import adopt, undisturbed, unstepped
+from vescale_ray.new_states import adopt, is_new, undisturbed, unstepped
 
 __all__ = [
     "StateDictOptions",
@@ -301,7 +301,7 @@ def _device(state: Mapping[str, Any]) -> torch.device:
 
 def _with_states(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> dict[str, Any]:
     """Return the optimizers' sharded state. torch makes the states of a new optimizer by a step, which counts as none here."""
-    new = " or ".join(type(optimizer).__name__ for optimizer in optimizers if not optimizer.state)
+    new = " or ".join(type(optimizer).__name__ for optimizer in optimizers if is_new(optimizer))
     with undisturbed(optimizers):
         try:
             if new:
