@@ -26,9 +26,9 @@ def _named(config: RunConfig) -> str:
 def check_model(model: Any, config: RunConfig) -> None:
     """Make the checks of a model that leave it as it is."""
     check_causal(model, config)
-    check_forward(model, config)
     if config.data.document_mask:
         check_document_mask(model)
+    check_forward(model, config)
     check_vocabulary(model, config)
     if config.model.factory is not None:
         check_factory(model, config)
@@ -53,11 +53,15 @@ def check_forward(model: Any, config: RunConfig) -> None:
     from vescale_ray.models.hf import is_hf
     from vescale_ray.models.probes import forward_fault
 
-    fault = forward_fault(model, min(_TOKENS, config.data.seq_len) if is_hf(model) else config.data.seq_len)
+    whole, positions = (config.train.slot_batch, config.data.seq_len), config.data.document_mask
+    few = (1, min(_TOKENS, config.data.seq_len))
+    fault = forward_fault(model, few if is_hf(model) else whole, positions=positions)
+    if fault is not None and is_hf(model):  # some layers, as Reformer's, take whole chunks of tokens only
+        fault = forward_fault(model, whole, positions=positions)
     if fault is None:
         return
     if config.model.hf is None:
-        raise RunRefused(f"{_named(config)}: its forward fails with tokens (1, {config.data.seq_len}): {fault}; correct it")
+        raise RunRefused(f"{_named(config)}: its forward fails with tokens {whole}: {fault}; correct it")
     sizes = model.config.get_text_config()
     heads, pairs = (getattr(sizes, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(pairs, int) and pairs > 0 and heads % pairs:
@@ -124,10 +128,10 @@ def check_factory(model: Any, config: RunConfig) -> None:
         raise RunRefused(f"{where}no parameter has requires_grad, so there is nothing to train")
     if config.model.loss is not None:
         return
-    tokens = torch.zeros(1, config.data.seq_len, dtype=torch.int64, device="meta")
+    tokens = torch.zeros(config.train.slot_batch, config.data.seq_len, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad(), torch.device("meta"):
-            output = model(tokens)
+            output = model(tokens, **({"position_ids": tokens} if config.data.document_mask else {}))
     except Exception:
         return
     logits, vocab = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None), config.data.vocab or VOCAB

@@ -20,7 +20,7 @@ from tests.ranks import run_threads
 from tests.workers.tiny import tiny
 from vescale_ray import checkpoint, fully_shard
 from vescale_ray.config import Given
-from vescale_ray.controller.driver import preflight
+from vescale_ray.controller.driver import model_checks, preflight
 from vescale_ray.errors import BadInput
 from vescale_ray.models import hf, probes
 from vescale_ray.models.units import select_units
@@ -209,6 +209,26 @@ class NeedsMask(Misfit):
         return self.embed(tokens) * mask
 
 
+class Particular(torch.nn.Module):
+    """Takes position_ids, bfloat16 alone and as many rows as a slot has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = torch.nn.Embedding(256, 16), torch.nn.ModuleList([torch.nn.Linear(16, 256)])
+        self.rows = 3
+
+    def forward(self, tokens: Tensor, position_ids: Tensor) -> Any:
+        if self.rows:
+            return self.layers[0](self.embed(tokens) + self.embed(position_ids).view(self.rows, -1, 16))
+        raise ValueError("only float16 and bfloat16 are supported")
+
+
+class InHalf(Particular):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+
 def test_an_encoder_of_a_factory_is_refused(tmp_path: Path) -> None:
     config = tiny("stdlib", model_factory=f"{__name__}:encoder")
     with pytest.raises(BadInput, match=r'BertLMHeadModel is an encoder, .* or set "is_decoder": true in its configuration$'):
@@ -226,6 +246,18 @@ def test_forwards_that_fail_are_refused_before_a_worker(tmp_path: Path) -> None:
     for kind, words in ((Misfit, "same reduction dim"), (NeedsMask, "missing 1 required positional argument: 'mask'")):
         with pytest.raises(BadInput, match=f"{kind.__name__}: its forward fails with tokens .*{words}.*; correct it$"):
             preflight.foresee(tiny("stdlib", model_factory=f"{__name__}:{kind.__name__}"))
+
+
+def test_forwards_are_tried_as_in_a_run() -> None:
+    config = tiny("stdlib", model_factory="any:model", train_slot_batch=3, data_document_mask=True)
+    plain = tiny("stdlib", model_factory="any:model", data_seq_len=64)
+    chunks = {"num_attention_heads": 2, "axial_pos_embds_dim": [8, 8], "axial_pos_shape": [8, 8], "local_attn_chunk_length": 16}
+    sizes = {"hidden_size": 16, "attention_head_size": 8, "feed_forward_size": 24, "vocab_size": 256, "is_decoder": True}
+    with torch.device("meta"):
+        for model in (Particular(), InHalf()):
+            model_checks.check_model(model, config)
+        reformer = transformers.ReformerModelWithLMHead(transformers.ReformerConfig(attn_layers=["local"], **chunks, **sizes))
+    model_checks.check_forward(reformer, plain)
 
 
 def test_results_changed_in_place_are_refused_before_a_worker(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ _MISFIT = re.compile(
     r"must match|same reduction dim|broadcast|cannot be multiplied|is invalid for input|[Ee]xpected .*(size|shape)|split_with_sizes"
 )
 """Errors of torch about sizes."""
-_OF_THE_DEVICE = re.compile(r"\bmeta\b|triton|cuda|device", re.IGNORECASE)
+_OF_DEVICE_OR_DTYPE = re.compile(r"\bmeta\b|triton|cuda|device|dtype|float16|fp16|bf16|\bhalf\b", re.IGNORECASE)
+"""Errors that a run may not have: its device is another one, and it may cast the parameters, for kernels that take no float32."""
 
 
 def masks_documents(model: nn.Module) -> bool:
@@ -47,20 +48,23 @@ def causal_key(model: nn.Module) -> str | None:
     return '"is_decoder": true' if hasattr(config, "is_decoder") else ""
 
 
-def forward_fault(model: nn.Module, tokens: int) -> str | None:
-    """Return why a forward of ``model``, on the meta device, fails with so many tokens; None if it does not, or can't be known.
+def forward_fault(model: nn.Module, shape: tuple[int, int], *, positions: bool = False) -> str | None:
+    """Return why a forward of ``model``, on the meta device, fails with tokens of this shape; None if it does not, or can't be known.
 
     Much of what fails there succeeds on other devices. So an error counts if it is about sizes or arguments.
+
+    Args:
+        positions: a run gives ``position_ids``, too.
     """
-    given = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+    given = torch.zeros(shape, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad(), without_masks(model), torch.device("meta"):
-            model(given)
+            model(given, **({"position_ids": given} if positions else {}))
     except Exception as error:
         text = " ".join(str(error).split())
         of_sizes = isinstance(error, RuntimeError) and _MISFIT.search(text) is not None
         of_arguments = isinstance(error, TypeError) and "forward() " in text
-        if (of_sizes or of_arguments or isinstance(error, ValueError)) and not _OF_THE_DEVICE.search(text):
+        if (of_sizes or of_arguments or isinstance(error, ValueError)) and not _OF_DEVICE_OR_DTYPE.search(text):
             return f"{type(error).__name__}: {text[:300]}"
     return None
 
