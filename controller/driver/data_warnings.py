@@ -83,9 +83,9 @@ def other_purposes(dataset: Any, sets: Mapping[str, Any]) -> Iterator[str]:
     trained = _sources(dataset)
     for name, source in trained.items():
         files = _files(source)
-        splits = {split: file.file.url for file in reversed(files) for split, pattern in _SPLITS.items() if pattern.search(file.file.name)}
-        if len(splits) > 1 and "train" in splits:
-            other = next(split for split in splits if split != "train")
+        splits = {_split_of(file.file.name): file.file.url for file in reversed(files)}
+        other = next((split for split in splits if split not in ("train", None)), None)
+        if other is not None and "train" in splits:
             yield f"{name}: trains on files of other splits, too, as {splits[other]}; if that is not meant, give a glob for those of train"
         masks = _MASKS & set(getattr(files[0], "columns", ())) if files and source.unit == "ids" else ()
         if masks:
@@ -96,6 +96,11 @@ def other_purposes(dataset: Any, sets: Mapping[str, Any]) -> Iterator[str]:
             if shared or source.describe().get("sha256") == one.describe().get("sha256"):
                 told = min(shared, default="its text")
                 yield f"data.eval.{name}: {told} is training data of {key}, too; give data that is not trained on"
+
+
+def _split_of(name: str) -> str | None:
+    """The split of a file by its name. One that names train, as train-test-split.jsonl, is of that one."""
+    return next((split for split, pattern in _SPLITS.items() if pattern.search(name)), None)
 
 
 def unread_keys(dataset: Any, sets: Mapping[str, Any], config: RunConfig) -> Iterator[str]:

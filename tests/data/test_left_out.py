@@ -59,6 +59,8 @@ def test_data_for_another_purpose_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text for a run\n" * 30)
     said = "data.eval.same: its text is training data of data.corpus, too; give data that is not trained on"
     assert warned(tmp_path / "a.txt", eval={"same": {"corpus": str(tmp_path / "a.txt")}}) == (said,)
+    Path(test).rename(folder / "train-test-split.parquet")  # a part of train
+    assert warned(folder) == ()
     ids = pa.array([[1, 2, 3]] * 60, pa.list_(pa.int32()))
     pq.write_table(pa.table({"input_ids": ids, "labels": ids}), train)
     assert warned(Path(train), column="input_ids", vocab=9) == (
