@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from vescale_ray.controller.bounded_io import BoundedIO
 from vescale_ray.controller.state.durable_state import DurableState
@@ -47,6 +47,8 @@ class StateStore:
         """
         try:
             text = ray.get(self._supervisor.kept.remote(), timeout=CALL_S)
+        except ActorUnavailableError as error:
+            raise TimeoutError(f"the supervisor is out of reach: {error}") from None
         except RayActorError:
             raise SupervisorLost("the supervisor actor is gone, and the workers that it owned") from None
         return DurableState.from_json(text) if text else None

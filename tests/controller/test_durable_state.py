@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 
 from tests.controller.recorded import Recorded, generation, stepped
 from tests.controller.runs import tiny, until
@@ -45,6 +46,21 @@ def test_a_durable_state_comes_back_as_it_was_written(tmp_path: Path, monkeypatc
     StateStore(tmp_path, keeper).write(state)
     assert StateStore(tmp_path, keeper).newest() == state == read_state(tmp_path)
     assert launched.world() == generation(6, 41, "w0", "w3")
+
+
+def test_a_supervisor_out_of_reach_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost connection is no lost supervisor: the run would begin anew."""
+    keeper = Keeper(monkeypatch, DurableState("r1", 7))
+    store, answers = StateStore(tmp_path, keeper), [ActorUnavailableError("the network is down", None)]
+
+    def get(answer: str, timeout: float) -> str:
+        if answers:
+            raise answers.pop()
+        return answer
+
+    monkeypatch.setattr("vescale_ray.controller.state.state_store.ray.get", get)
+    monkeypatch.setattr(controller, "ASK_GAP_S", 0.0)
+    assert controller._when_told(store.newest) == DurableState("r1", 7) and not answers
 
 
 def test_damaged_or_other_version_durable_state_counts_as_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
