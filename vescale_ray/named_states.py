@@ -102,13 +102,15 @@ def load_by_name(
             names = next(remaining)["params"]
             if strict:
                 _refuse_missing([name for name in names if name not in hyper], "hyperparameters")
-                trained = [name for name, p in zip(names, group["params"], strict=True) if p.requires_grad and stateful]
-                kinds = {name: mine["state"].get(name, {}).keys() for name in trained}
-                _refuse_missing([name for name in trained if not given.get(name) or kinds[name] - given[name].keys()], "states")
             own = {key: value for key, value in group.items() if key not in OF_THE_MODEL}
             loaded_ones = _shared(names, hyper)
             if strict:
                 _refuse_other(type(optimizer).__name__, own.keys() - OF_SCHEDULERS, loaded_ones.keys() - OF_SCHEDULERS)
+                trained = [name for name, p in zip(names, group["params"], strict=True) if p.requires_grad and stateful]
+                _refuse_missing([name for name in trained if not given.get(name)], "states")
+                lacking = {name: mine["state"].get(name, {}).keys() - given[name].keys() for name in trained}
+                for kind in sorted(set().union(*lacking.values())):
+                    _refuse_missing([name for name in trained if kind in lacking[name]], f"state {kind!r}")
             described.append({**own, **loaded_ones, "params": [*range(count, count + len(names))]})
             for number, name in enumerate(names, count):
                 if name in states:

@@ -105,6 +105,7 @@ def check_saved_part(mesh: DeviceMesh, placements: Sequence[Placement], shape: S
         return
     raise ValueError(
         f"this is the part that rank {int(mesh.mesh[tuple(saved)])} on {mesh} had of a tensor of shape {tuple(shape)}, and it is loaded on "
-        f"rank {rank} of {dist.get_world_size()}: load each rank's own file on as many ranks, or save whole tensors "
-        f"(get_model_state_dict of vescale_ray.state_dict with full_state_dict=True), or with torch.distributed.checkpoint"
+        f"rank {rank} of {dist.get_world_size()}: load each rank's own file on as many ranks (a process without a process group loads "
+        "any), or save whole tensors (get_model_state_dict of vescale_ray.state_dict with full_state_dict=True), or with "
+        "torch.distributed.checkpoint"
     )
