@@ -283,7 +283,7 @@ def each(output, targets):
         ({"back": "pair"}, None, "its forward returns a tuple; return logits (batch, seq_len, vocab), or set model.loss"),
         ({"back": "flat"}, None, "its forward returns logits of 2 dimensions; return logits (batch, seq_len, vocab), or set model.loss"),
         ({"tokens": 90}, None, "its forward returns logits of 90 tokens, but data.vocab = 256; give each token one"),
-        ({"back": "last"}, None, "logits (1, 1, 256) for tokens (1, 16); return those of each token, (batch, seq_len, vocab)"),
+        ({"back": "last"}, None, "logits (2, 1, 256) for tokens (2, 16); return those of each token, (batch, seq_len, vocab)"),
         ({}, "three", "missing 1 required positional argument: 'weights'; it is called with the model's output and the targets"),
         ({"back": "frozen"}, None, "no parameter has requires_grad, so there is nothing to train"),
         ({}, "mean", "it returns the mean over the targets; return their sum (reduction='sum')"),
