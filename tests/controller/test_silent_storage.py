@@ -181,8 +181,8 @@ def test_run_with_hung_disk_shuts_down_and_writes_its_end_later(comes_back: bool
 
 @pytest.mark.fault("S6")
 def test_silent_storage_counts_as_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the run's thread waits for silent storage, the run can be neither given up nor stopped. A wait of a minute is too long as well:
-    `vescale-ray stop` waits for 8 s."""
+    """While the run's thread waits for silent storage, the run can be neither given up nor stopped. A minute would be too long: the request
+    of `vescale-ray stop` times out before."""
     back = threading.Event()
     newest = CommittedCheckpoint("commit-4", "/runs/checkpoints/commit-4", 30)
     monkeypatch.setattr(coordinator, "newest_kept", lambda *_: newest if back.wait(60) else None)
