@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
+from tests.packaging.sources import PRODUCT, module_of
 from tests.ranks import on_threads, run_gloo
 from vescale_ray.communication import abortable_waits, point_to_point
 from vescale_ray.fsdp import fully_shard
@@ -253,3 +254,37 @@ def test_a_wait_counts_at_every_line_of_it() -> None:
         found: dict[str, Any] = {}
         exec(compile("import sys\nfound['frame'] = sys._getframe()", str(module.__file__), "exec"), {"found": found})
         assert where(found["frame"]).waiting and not where(sys._getframe()).waiting
+
+
+LOOKS = """
+import gc, sys, threading, time
+from vescale_ray.workers.monitoring.heartbeat import frames
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        time.sleep(0.002)  # lets other threads run, as the destructor of a tensor does
+
+def start():
+    while time.monotonic() < end:
+        threading.Thread(target=int).start()
+
+end = time.monotonic() + 2
+threading.Thread(target=start).start()
+gc.set_threshold(1)
+while time.monotonic() < end:
+    Cycle()
+    assert threading.get_ident() in frames()
+assert gc.isenabled()
+"""
+
+
+def test_looks_at_threads_do_not_block_those_that_start():
+    subprocess.run([sys.executable, "-c", LOOKS], check=True, timeout=100)
+
+
+def test_only_frames_reads_the_frames_of_all_threads():
+    """``sys._current_frames`` may hang before CPython 3.11.9."""
+    users = [path for path in PRODUCT if "sys._current_frames()" in path.read_text(encoding="utf-8")]
+    assert [module_of(path) for path in users] == ["vescale_ray.workers.monitoring.heartbeat"]

@@ -10,6 +10,7 @@ stacks. A signal handler that needs no lock (:mod:`faulthandler`) writes them to
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import linecache
 import os
@@ -91,18 +92,33 @@ class Heartbeat:
 
     def collective(self) -> str:
         """The collective in which the thread waits: operation, subject, size and number of ranks. Empty if it waits in none."""
-        frame = sys._current_frames().get(self._thread)
+        frame = frames().get(self._thread)
         if frame is None or not where(frame).waiting:
             return ""
         return awaited(self._thread) or recorded() or ""
 
     def where(self) -> Where:
-        frame = sys._current_frames().get(self._thread)
+        frame = frames().get(self._thread)
         return where(frame) if frame is not None else NOWHERE
 
 
 _PASSED_OVER = {abortable_waits.__file__, os.path.join(os.path.dirname(abortable_waits.__file__), "point_to_point.py")}
 """Files that only forward a wait, so that their callers tell more. (The second imports torch, so it cannot be imported here.)"""
+
+
+def frames() -> dict[int, FrameType]:
+    """The innermost frame of each thread, by the thread's identifier.
+
+    Garbage collection is off meanwhile. Before CPython 3.11.9, ``sys._current_frames`` may collect garbage while it holds the lock that a
+    starting or ending thread takes. If a destructor lets such a thread run, the process waits for ever (python/cpython#106883).
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def where(frame: FrameType, depth: int = 4) -> Where:
@@ -142,7 +158,7 @@ def stacks() -> str:
     """The Python stacks of all threads of this process, innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = []
-    for ident, frame in sys._current_frames().items():
+    for ident, frame in frames().items():
         found.append(f"Thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)))
     return "\n".join(found)
 
