@@ -174,7 +174,7 @@ def main() -> int:
     import torch.distributed as dist
 
     from vescale_ray.config import load_config
-    from vescale_ray.data.loading import load_dataset
+    from vescale_ray.data.dataset_loading import load_dataset
     with as_file(files("vescale_ray.configs") / "demo.yaml") as path:
         data = load_config(path).data
     corpus = load_dataset(data)

@@ -49,7 +49,7 @@ def write_tokens(path: Path, tokens: int, dtype: str) -> None:
 
 
 def data_set(corpus: str) -> Any:
-    from vescale_ray.data.loading import load_dataset
+    from vescale_ray.data.dataset_loading import load_dataset
 
     keys = SimpleNamespace(corpus=corpus, format="auto", column="tokens", dtype="uint16", tokenizer=None, end_token=None, vocab=VOCAB)
     more = SimpleNamespace(mixture=None, seq_len=SEQ_LEN, heldout=0.0, shuffle_blocks=8, readahead_mb=512)

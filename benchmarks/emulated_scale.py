@@ -49,10 +49,10 @@ from vescale_ray.emulation import emulated_world
 from vescale_ray.fsdp import explain, fully_shard
 from vescale_ray.geometry import Block
 from vescale_ray.models.llama import Llama, LlamaConfig
-from vescale_ray.planner import Layout, Lever, TensorSpec, plan_buffers, units
+from vescale_ray.planner import Layout, Lever, TensorSpec, plan_buffers, unit_plan
 from vescale_ray.planner.advice import advise
 from vescale_ray.planner.models.model_shapes import from_module
-from vescale_ray.planner.units import Blocks
+from vescale_ray.planner.unit_plan import Blocks
 
 ROWS = {"llama": {"cuda": 128, "cpu": 4}, "gpt-oss": {"cuda": 64, "cpu": 1}}
 """Rows of a block. 2,880 rows of an expert are 45 blocks of 64."""
@@ -153,7 +153,7 @@ def sharded(name: str, row: Row, device: torch.device) -> tuple[Any, torch.Tenso
         blocks = {"block_policy": lambda name, param: block if param.dim() >= 2 else None, "allow_gaps": row.lever.strided}
     # On a CPU a layer is a thousandth, and so is the padding that is worth a second buffer.
     planned = without_planning if row.system == "ours, no planning" else partial(plan_buffers, padding_bytes=1 << (20 if large else 10))
-    with mock.patch.object(units, "plan_buffers", planned):
+    with mock.patch.object(unit_plan, "plan_buffers", planned):
         layers = list(model.layers)
         for start in range(0, len(layers), row.lever.layers):
             unit = layers[start : start + row.lever.layers]

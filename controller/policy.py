@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vescale_ray.config.sharding import RankGrid
+from vescale_ray.config.rank_grid import RankGrid
 from vescale_ray.controller.protocol import RequestRefused, StateSource, World
 from vescale_ray.workers.messages import Origin
 from vescale_ray.workers.resharding.held_state import HeldState, Resume, choose_resume

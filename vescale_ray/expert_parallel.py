@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor, Shard
 from vescale_ray.communication import point_to_point, wait_notes
 from vescale_ray.compat.core import disable_dynamo
 from vescale_ray.fsdp.construction.arguments import check_type
-from vescale_ray.fsdp.layouts.parameters import SUMMED_OVER
-from vescale_ray.fsdp.units.checks import is_managed
+from vescale_ray.fsdp.layouts.group_parameter import SUMMED_OVER
+from vescale_ray.fsdp.units.forward_checks import is_managed
 from vescale_ray.fsdp.units.schedule import unit_of
 from vescale_ray.models.moe import Experts
 from vescale_ray.planner.models.shapes import holds_experts

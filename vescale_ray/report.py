@@ -340,7 +340,7 @@ def _processes(events: Sequence[Record]) -> tuple[tuple[str, int], ...]:
 
 
 def _stream(config: RunConfig) -> Stream:
-    from vescale_ray.data.loading import load_dataset
+    from vescale_ray.data.dataset_loading import load_dataset
 
     return load_dataset(config.data).order(config.run.seed)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_ray.compat.core import tree_leaves, tree_map_only
-from vescale_ray.models.units import select_units
+from vescale_ray.models.unit_selection import select_units
 from vescale_ray.workers.model_building import Blank, sharding_of
 from vescale_ray.workers.unit_forward import set_forward
 

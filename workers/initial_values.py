@@ -25,7 +25,7 @@ from vescale_ray.checkpoint.huggingface_layout import check_weights, file_layout
 from vescale_ray.compat.core import TorchDispatchMode
 from vescale_ray.errors import BadInput, one_line
 from vescale_ray.models import hf, lora
-from vescale_ray.models.units import select_units
+from vescale_ray.models.unit_selection import select_units
 from vescale_ray.optim.parameters import local_of
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from vescale_ray.planner.choose import Choice, choose_sharding
 from vescale_ray.planner.cost import OPTIMIZERS, Optimizer, Policy
 from vescale_ray.planner.hardware import Hardware
 from vescale_ray.planner.models.shapes import from_module
-from vescale_ray.planner.units import Lever
+from vescale_ray.planner.unit_plan import Lever
 from vescale_ray.quantization import Fp8Block
 from vescale_ray.workers.model_building import apply_quantization, build_model
 

@@ -24,7 +24,7 @@ from vescale_ray.errors import BadInput
 from vescale_ray.expert_parallel import check_experts, experts_of, parallelize_experts
 from vescale_ray.models import hf, lora
 from vescale_ray.models.llama import Llama, LlamaConfig
-from vescale_ray.models.units import select_units
+from vescale_ray.models.unit_selection import select_units
 from vescale_ray.workers.initial_values import LOADING, buffer_values, check_initializable
 from vescale_ray.workers.unit_forward import UnitCompiler, set_forward
 

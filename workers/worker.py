@@ -187,7 +187,7 @@ class Worker:
         import torch
 
         from vescale_ray.config import Given, parse_config
-        from vescale_ray.data.loading import load_dataset, load_eval_sets
+        from vescale_ray.data.dataset_loading import load_dataset, load_eval_sets
         from vescale_ray.workers.completing import Completer
         from vescale_ray.workers.membership import Resources
         from vescale_ray.workers.model_building import NextModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from vescale_ray.config.sharding import RankGrid
+from vescale_ray.config.rank_grid import RankGrid
 from vescale_ray.controller.observations import WorkersView
 from vescale_ray.workers.messages import WorkerPhase
 from vescale_ray.workers.resharding.held_state import HeldState, Resume, choose_resume

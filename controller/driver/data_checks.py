@@ -24,7 +24,7 @@ def open_data(config: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
     Raises:
         BadInput: with one line, for the first thing that is wrong.
     """
-    from vescale_ray.data.loading import load_dataset, load_eval_sets
+    from vescale_ray.data.dataset_loading import load_dataset, load_eval_sets
 
     dataset = load_dataset(config.data, given=config.given.dataset)
     sets = load_eval_sets(config.data, dataset)

@@ -77,7 +77,7 @@ def check_selective(model: Any, config: RunConfig) -> None:
     import torch
 
     from vescale_ray.models.probes import without_masks
-    from vescale_ray.models.units import select_units
+    from vescale_ray.models.unit_selection import select_units
     from vescale_ray.workers.unit_forward import kept_results, recompute_selectively
 
     model.to(torch.bfloat16)  # grouped matrix products take no other dtype on the meta device

@@ -277,7 +277,7 @@ def _check_loggers(config: RunConfig) -> None:
 def _expected(config: RunConfig) -> dict[str, _Expected]:
     """Shape and optimizer states of each parameter of the state, from a model on the meta device, which takes no memory."""
     from vescale_ray.models.lora import is_adapter
-    from vescale_ray.models.units import select_units
+    from vescale_ray.models.unit_selection import select_units
     from vescale_ray.optim import OptimizerConfig, route_parameters
     from vescale_ray.optim.build import check_options
     from vescale_ray.workers.initial_values import check_weights_of

@@ -15,7 +15,7 @@ from vescale_ray import report
 from vescale_ray.config import RunConfig, parse_config
 from vescale_ray.controller.driver.driver import RunResult, run
 from vescale_ray.controller.protocol import ScheduledAction
-from vescale_ray.data.loading import load_dataset
+from vescale_ray.data.dataset_loading import load_dataset
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.monitoring.process import born
 

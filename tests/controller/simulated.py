@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from tests.controller.stage import PEER, WorkerGroup, node_of, report
-from vescale_ray.config.sharding import RankGrid
+from vescale_ray.config.rank_grid import RankGrid
 from vescale_ray.controller.failures.budget import Cause
 from vescale_ray.controller.worker_group.worker_news import Heard, Lost, News, Ready
 from vescale_ray.workers.messages import CHECKPOINT, Filled, Give, Join, Origin, Stepped, StepRecord, Ticket, WorkerPhase

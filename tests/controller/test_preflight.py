@@ -24,7 +24,7 @@ from vescale_ray.controller.driver import driver, preflight
 from vescale_ray.controller.policy import choose_source
 from vescale_ray.controller.protocol import ScheduledAction
 from vescale_ray.controller.state.checkpoint_stats import CheckpointStats
-from vescale_ray.data.loading import load_dataset
+from vescale_ray.data.dataset_loading import load_dataset
 from vescale_ray.errors import BadInput
 from vescale_ray.workers.messages import Origin
 from vescale_ray.workers.model_building import build_model

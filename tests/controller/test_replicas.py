@@ -11,7 +11,7 @@ import pytest
 
 from tests.controller.stage import PEER, TICKET, WORLD, Stage, WorkerGroup, node_of, report
 from vescale_ray.config import RunConfig, parse_config
-from vescale_ray.config.sharding import RankGrid
+from vescale_ray.config.rank_grid import RankGrid
 from vescale_ray.controller import policy, states
 from vescale_ray.controller.checkpointing.parked import assign_ranks, by_node, staying
 from vescale_ray.controller.failures.budget import Cause

@@ -14,7 +14,7 @@ from tests.controller.runs import carry_out, tiny, worst_difference
 from vescale_ray import checkpoint
 from vescale_ray.cli import client
 from vescale_ray.config import RunConfig
-from vescale_ray.data.loading import load_dataset
+from vescale_ray.data.dataset_loading import load_dataset
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.trainer import Trainer

@@ -24,7 +24,7 @@ from vescale_ray.controller.driver import driver, training
 from vescale_ray.controller.driver.driver import RunResult
 from vescale_ray.controller.driver.local_ray import address_of
 from vescale_ray.controller.protocol import Outcome
-from vescale_ray.data.loading import load_dataset
+from vescale_ray.data.dataset_loading import load_dataset
 from vescale_ray.errors import BadInput
 from vescale_ray.runfolder import RunFolder
 

@@ -16,7 +16,7 @@ import torch
 from vescale_ray.config import parse_config
 from vescale_ray.config.data_section import DataSection
 from vescale_ray.data.block_dataset import BlockDataset
-from vescale_ray.data.loading import load_dataset
+from vescale_ray.data.dataset_loading import load_dataset
 
 VOCAB = 1000
 WORDS = ["shard", "worker", "ring", "step", "buddy", "loss", "naïve", "日本", "plan", "\n"]

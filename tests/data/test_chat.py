@@ -28,7 +28,7 @@ from tests.data.chats import (
 from tests.data.sources import dataset, keys, write_jsonl
 from vescale_ray.controller.driver.data_warnings import endless
 from vescale_ray.data.block_dataset import BlockDataset
-from vescale_ray.data.loading import load_dataset
+from vescale_ray.data.dataset_loading import load_dataset
 from vescale_ray.errors import BadInput
 
 pytest.importorskip("transformers")

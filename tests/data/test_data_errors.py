@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.sources import dataset, keys, random_rows, train_tokenizer, write_ipc, write_jsonl, write_parquet
-from vescale_ray.data.loading import load_dataset
+from vescale_ray.data.dataset_loading import load_dataset
 from vescale_ray.errors import BadInput
 
 IDS = pa.list_(pa.int32())

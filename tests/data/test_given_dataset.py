@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from vescale_ray.config import DataSection
+from vescale_ray.data.dataset_loading import load_dataset
 from vescale_ray.data.given_dataset import GivenDataset
-from vescale_ray.data.loading import load_dataset
 from vescale_ray.errors import BadInput
 
 KEYS: Any = DataSection(seq_len=4, vocab=100, heldout=0.25)

@@ -17,7 +17,7 @@ from vescale_ray.config import parse_config
 from vescale_ray.data.block_dataset import BlockDataset
 from vescale_ray.data.block_order import BlockOrder
 from vescale_ray.data.dataset import Dataset
-from vescale_ray.data.loading import load_dataset
+from vescale_ray.data.dataset_loading import load_dataset
 from vescale_ray.data.mixture import Mixture, MixtureOrder
 from vescale_ray.data.shares import LONGEST, Shares
 from vescale_ray.data.stream import SampleStream

@@ -17,8 +17,8 @@ from tests.data.sources import ended, keys, random_texts, train_tokenizer, write
 from vescale_ray.cli import main
 from vescale_ray.controller.driver.data_warnings import foreign_tokens
 from vescale_ray.data.block_dataset import BlockDataset
+from vescale_ray.data.dataset_loading import load_dataset
 from vescale_ray.data.files import DataFile
-from vescale_ray.data.loading import load_dataset
 from vescale_ray.data.preparation import COLUMN, Preparation, begin, make, plan
 from vescale_ray.errors import BadInput
 

@@ -331,7 +331,7 @@ from vescale_ray.dtensor.derived import unpickled_derived
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 assert extra == {ours.RaggedDTensor, ours.RaggedShard, ours._rebuild, unpickled_derived, _NormPartial}, extra
 from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks, _global_optimizer_post_hooks
-from vescale_ray.fsdp.units.checks import check_optimizer
+from vescale_ray.fsdp.units.forward_checks import check_optimizer
 from vescale_ray.fsdp.units.optimizer_steps import after_optimizer_step
 assert list(hooks.values()) == [ours._refuse_muon, check_optimizer]
 assert list(_global_optimizer_post_hooks.values()) == [after_optimizer_step]

@@ -13,7 +13,7 @@ from vescale_ray.planner import Bundle, TensorSpec, model_shapes, plan_buffers, 
 from vescale_ray.planner.codes import Codes
 from vescale_ray.planner.cost import plan_model
 from vescale_ray.planner.models.shapes import ParamShape
-from vescale_ray.planner.units import CODED_GOAL
+from vescale_ray.planner.unit_plan import CODED_GOAL
 from vescale_ray.quantization import Fp8Block
 
 FP8 = torch.float8_e4m3fn

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from vescale_ray import Fp8Block, fully_shard
 from vescale_ray.emulation import emulated_world
 from vescale_ray.optim import clip_grad_norm_
-from vescale_ray.planner import plan_layout, units
+from vescale_ray.planner import plan_layout, unit_plan
 from vescale_ray.planner.hardware import HARDWARE, collective_time
 
 
@@ -86,7 +86,7 @@ def test_units_of_several_buffers_make_as_many_calls_as_torchs(compute: torch.dt
             model(torch.ones(2, 32)).sum().backward()
             return Counter(name for name, *_ in wire.log if name != "all-reduce")
 
-    monkeypatch.setattr(units, "plan_buffers", lambda specs, ranks, **_: tuple(plan_layout([spec], ranks) for spec in specs))
+    monkeypatch.setattr(unit_plan, "plan_buffers", lambda specs, ranks, **_: tuple(plan_layout([spec], ranks) for spec in specs))
     assert calls(fully_shard) == calls(torch_fully_shard) == {"all-gather": 8, "reduce-scatter": 4}
 
 

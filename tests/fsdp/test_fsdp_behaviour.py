@@ -671,10 +671,10 @@ def several_buffers(rank, world):
 
 
 def test_row_lengths_without_a_common_multiple_get_a_buffer_each(monkeypatch):
-    from vescale_ray.planner import plan_buffers, units
+    from vescale_ray.planner import plan_buffers, unit_plan
 
     (one, wasted), *_ = run_threads(8, several_buffers)
     assert one == 1, "too little to be worth a collective"
-    monkeypatch.setattr(units, "plan_buffers", functools.partial(plan_buffers, padding_bytes=0))
+    monkeypatch.setattr(unit_plan, "plan_buffers", functools.partial(plan_buffers, padding_bytes=0))
     (several, left), *_ = run_threads(8, several_buffers)
     assert several >= 2 and left < wasted / 2

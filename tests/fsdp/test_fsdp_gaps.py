@@ -22,7 +22,7 @@ from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.fsdp import explain, fully_shard
 from vescale_ray.geometry import Block
-from vescale_ray.planner import plan_buffers, units
+from vescale_ray.planner import plan_buffers, unit_plan
 
 
 class Experts(nn.Module):
@@ -73,7 +73,7 @@ def samples(rank: int, world: int, step: int, width: int) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def small_groups_are_worth_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "plan_buffers", functools.partial(plan_buffers, padding_bytes=0))
+    monkeypatch.setattr(unit_plan, "plan_buffers", functools.partial(plan_buffers, padding_bytes=0))
 
 
 def gaps_of(model: Stack) -> dict[str, int]:
@@ -173,7 +173,7 @@ def test_gaps_keep_gradients_with_replicas_and_cpu_offload(rank: int, world: int
 @on_processes(4)
 def test_checkpoints_and_casts_keep_gaps(rank: int, world: int, tmp_path) -> None:
     """A checkpoint does not contain the gaps. ``to`` and ``load_state_dict`` keep them."""
-    units.plan_buffers = functools.partial(plan_buffers, padding_bytes=0)  # this process is the rank's own
+    unit_plan.plan_buffers = functools.partial(plan_buffers, padding_bytes=0)  # this process is the rank's own
     sizes = (3, 24, 24)
     gapped, plain = shard(seeded(*sizes), Block.rows(7), allow_gaps=True), shard(Stack(2, *sizes), Block.rows(4))
     ckpt.save({"model": gapped}, str(tmp_path), 1, timeout_s=20)

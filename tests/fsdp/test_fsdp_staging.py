@@ -22,7 +22,7 @@ from vescale_ray.fsdp import FSDPModule, MixedPrecisionPolicy, PhaseError, expla
 from vescale_ray.fsdp.groups import reduction
 from vescale_ray.fsdp.surface import overview
 from vescale_ray.geometry import Block
-from vescale_ray.planner import plan_buffers, units
+from vescale_ray.planner import plan_buffers, unit_plan
 from vescale_ray.planner.step_buffers import device_buffers
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -90,9 +90,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 )
 def test_every_size_gives_the_bits_of_a_whole_cast(make: Any, world: int, calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if make is several_buffers:
-        monkeypatch.setattr(units, "plan_buffers", a_buffer_for_each_matrix)
+        monkeypatch.setattr(unit_plan, "plan_buffers", a_buffer_for_each_matrix)
     else:
-        monkeypatch.setattr(units, "plan_buffers", functools.partial(plan_buffers, padding_bytes=0))
+        monkeypatch.setattr(unit_plan, "plan_buffers", functools.partial(plan_buffers, padding_bytes=0))
     reduces_alike(world, make, calls)
 
 

@@ -35,7 +35,7 @@ from vescale_ray.fsdp.groups.delivery import Delivery
 from vescale_ray.fsdp.groups.gradients import Gradients
 from vescale_ray.fsdp.layouts.division import Chunks
 from vescale_ray.geometry import Block
-from vescale_ray.planner import plan_layout, units
+from vescale_ray.planner import plan_layout, unit_plan
 
 
 class Event(dict):
@@ -361,7 +361,7 @@ def uneven_calls(rank, world, streams, mixed, staging=None):
 @pytest.mark.parametrize("staging", [1 << 20, 1 << 11])
 def test_a_unit_of_several_buffers_is_one_call_in_each_direction(streams, monkeypatch, mixed, staging):
     one = run_threads(2, uneven_calls, streams, mixed)
-    monkeypatch.setattr(units, "plan_buffers", a_buffer_for_each_matrix)
+    monkeypatch.setattr(unit_plan, "plan_buffers", a_buffer_for_each_matrix)
     several = run_threads(2, uneven_calls, streams, mixed, staging)
     for (groups, expected, *_), (more, values, races, gathers, sums) in zip(one, several, strict=True):
         assert (groups, more) == (1, 2)
@@ -385,7 +385,7 @@ def test_gloo_trains_several_buffers_like_one():
 def uneven_on_gloo(rank, world, several):
     with pytest.MonkeyPatch.context() as patch:
         if several:
-            patch.setattr(units, "plan_buffers", a_buffer_for_each_matrix)
+            patch.setattr(unit_plan, "plan_buffers", a_buffer_for_each_matrix)
         groups, values = train_uneven(rank, world, False)
     return groups, [value.detach().numpy() for value in values]
 

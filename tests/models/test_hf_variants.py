@@ -23,7 +23,7 @@ from vescale_ray.config import Given
 from vescale_ray.controller.driver import model_checks, preflight
 from vescale_ray.errors import BadInput
 from vescale_ray.models import hf, probes
-from vescale_ray.models.units import select_units
+from vescale_ray.models.unit_selection import select_units
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.initial_values import buffer_values, layout_of
 from vescale_ray.workers.model_building import build_model

@@ -11,10 +11,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.ranks import run_gloo
 from vescale_ray.models.llama import Llama, LlamaConfig
-from vescale_ray.planner import plan_layout, units
+from vescale_ray.planner import plan_layout, unit_plan
 from vescale_ray.planner.cost import Policy, plan_model, predict_memory
 from vescale_ray.planner.models.model_shapes import model_shapes
-from vescale_ray.planner.units import Blocks
+from vescale_ray.planner.unit_plan import Blocks
 
 CONFIG = LlamaConfig(dim=192, layers=4, heads=6, kv_heads=2, ffn=512, vocab=384)
 EXACT = ("master", "gathered", "gradients", "gradient_buffers", "optimizer")
@@ -70,7 +70,7 @@ def measure(rank: int, world: int, compute: str, optimizer: str, kind: str, rows
 
     setattr(Pool, "_note_peak", note)  # noqa: B010 # only in this rank's process
     if kind == "several buffers":
-        setattr(units, "plan_buffers", a_buffer_for_each_width)  # noqa: B010 # only in this rank's process
+        setattr(unit_plan, "plan_buffers", a_buffer_for_each_width)  # noqa: B010 # only in this rank's process
     model = build(kind)
     dtype = getattr(torch, compute)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype != torch.float32 else MixedPrecisionPolicy()

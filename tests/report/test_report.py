@@ -12,7 +12,7 @@ import pytest
 
 from vescale_ray import report
 from vescale_ray.config import RunConfig, load_config
-from vescale_ray.data.loading import load_dataset
+from vescale_ray.data.dataset_loading import load_dataset
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.event_words import describe_event
 from vescale_ray.report import accounting, draw, summarize, table

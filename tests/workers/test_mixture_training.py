@@ -15,7 +15,7 @@ from tests.data.sources import write_jsonl
 from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import FullState, Run, plain_run, text_of, tiny, write_text
 from vescale_ray.config import RunConfig
-from vescale_ray.data.loading import load_eval_sets
+from vescale_ray.data.dataset_loading import load_eval_sets
 from vescale_ray.data.mixture import Mixture
 from vescale_ray.models.llama import Llama, LlamaConfig
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.controller.runs import until
 from tests.workers.tiny import tiny, write_text
-from vescale_ray.config.sharding import RankGrid
+from vescale_ray.config.rank_grid import RankGrid
 from vescale_ray.workers import membership, model_building, shard_move
 from vescale_ray.workers.membership import Membership
 from vescale_ray.workers.messages import FaultKind, Give, Happened, Join, Origin, Save, SavedShard, Seat, Ticket, WorkerPhase

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from vescale_ray.config.sharding import RankGrid
+from vescale_ray.config.rank_grid import RankGrid
 from vescale_ray.workers.resharding import rank_assignment
 from vescale_ray.workers.resharding.buddies import buddies
 from vescale_ray.workers.resharding.rank_assignment import assign, even, kept, staying

@@ -16,7 +16,7 @@ from tests.models import hf_folders
 from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import HOST, Run, forget, held, lose_the_group, plain_run, same_bits, tiny
 from vescale_ray import checkpoint
-from vescale_ray.config.sharding import RankGrid
+from vescale_ray.config.rank_grid import RankGrid
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.network.connections import Connections
 from vescale_ray.workers.network.process_groups import GroupFailed

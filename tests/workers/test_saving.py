@@ -17,7 +17,7 @@ from tests.checkpoint.faulty_store import Fault, FaultyStore
 from tests.workers.fleet import State
 from tests.workers.tiny import running, same_bits, tiny
 from vescale_ray import checkpoint
-from vescale_ray.config.sharding import RankGrid
+from vescale_ray.config.rank_grid import RankGrid
 from vescale_ray.workers.membership import Membership
 from vescale_ray.workers.messages import Damaged, Join, Origin, SavedShard, Seat, Ticket
 from vescale_ray.workers.saving import Writer

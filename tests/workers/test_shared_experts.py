@@ -19,7 +19,7 @@ from tests.workers.test_unit_forward import graphs, trace_only
 from tests.workers.tiny import FullState, Run, evaluate, forget, same_bits, tiny
 from vescale_ray import checkpoint, gloo
 from vescale_ray.config import RunConfig
-from vescale_ray.config.sharding import RankGrid
+from vescale_ray.config.rank_grid import RankGrid
 from vescale_ray.models.moe import build
 from vescale_ray.workers.compile_ahead import compile_units
 from vescale_ray.workers.model_building import Blank

@@ -25,7 +25,7 @@ from tests.workers.fleet import Fleet, State
 from vescale_ray import checkpoint
 from vescale_ray.config import RunConfig, parse_config
 from vescale_ray.data.dataset import Dataset
-from vescale_ray.data.loading import load_dataset
+from vescale_ray.data.dataset_loading import load_dataset
 from vescale_ray.lr_schedule import lr_at
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.workers.messages import StepRecord

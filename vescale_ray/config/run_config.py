@@ -13,6 +13,7 @@ from vescale_ray.config.data_section import DataSection
 from vescale_ray.config.given import Given
 from vescale_ray.config.mistakes import shown
 from vescale_ray.config.model_section import ModelSection
+from vescale_ray.config.rank_grid import RankGrid, grid_of
 from vescale_ray.config.sections import (
     CheckpointSection,
     ConfigError,
@@ -23,7 +24,6 @@ from vescale_ray.config.sections import (
     Section,
     TrainSection,
 )
-from vescale_ray.config.sharding import RankGrid, grid_of
 from vescale_ray.lasting import misread
 
 

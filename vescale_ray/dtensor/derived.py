@@ -14,7 +14,7 @@ from vescale_ray.compat.core import TensorBase, run_as_is
 from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
 from vescale_ray.dtensor.arguments import check_saved_part
 from vescale_ray.dtensor.autograd import Classes, RaggedAwareDTensor, whole_of
-from vescale_ray.dtensor.operations.arguments import each, each_argument, tensor_arguments, tensors_in
+from vescale_ray.dtensor.operations.argument_tensors import each, each_argument, tensor_arguments, tensors_in
 from vescale_ray.dtensor.operations.schema import different_meshes, plain_is_whole, plain_meets, refuse_leaf, schema_facts, written
 from vescale_ray.dtensor.operations.whole import held_whole, is_dtensor, on_local, refuse_new_shape, reshape_in_place, write_local
 from vescale_ray.dtensor.redistribution import contribution, move

@@ -22,7 +22,7 @@ from vescale_ray.communication import collectives
 from vescale_ray.communication.collectives import all_gather, all_to_all, broadcast
 from vescale_ray.compat.core import disable_current_modes, run_as_is
 from vescale_ray.compat.distributed import AsyncCollectiveTensor
-from vescale_ray.dtensor.operations.arguments import each_argument
+from vescale_ray.dtensor.operations.argument_tensors import each_argument
 from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.dtensor.spec import LocalSharding, Placements, holding, ragged_mesh_dim, section
 from vescale_ray.geometry import Box, Shape

@@ -65,7 +65,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from vescale_ray.fsdp.communication.debug import OrderError, set_debug
 from vescale_ray.fsdp.communication.low_precision import LowPrecisionReduceScatter
-from vescale_ray.fsdp.construction.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from vescale_ray.fsdp.construction.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from vescale_ray.fsdp.construction.stand_in import stand_in_for_torch
 from vescale_ray.fsdp.layouts.phases import PhaseError
 from vescale_ray.fsdp.layouts.sharding import Sharding

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from vescale_ray.dtensor.redistribution import arrived
-from vescale_ray.fsdp.layouts.parameters import REPLACED, gathered_of
+from vescale_ray.fsdp.layouts.group_parameter import REPLACED, gathered_of
 
 
 def local_of(tensor: Tensor) -> Tensor:

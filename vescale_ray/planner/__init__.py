@@ -22,7 +22,7 @@ from vescale_ray.planner.models.model_shapes import model_shapes
 from vescale_ray.planner.models.shapes import ModelShapes
 from vescale_ray.planner.placement.layout import START_BYTES, Layout, TensorSpec
 from vescale_ray.planner.placement.search import plan_layout
-from vescale_ray.planner.units import Blocks, Bundle, Lever, UnitPlan, plan_buffers, plan_unit
+from vescale_ray.planner.unit_plan import Blocks, Bundle, Lever, UnitPlan, plan_buffers, plan_unit
 
 __all__ = [
     "HARDWARE",

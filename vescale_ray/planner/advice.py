@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vescale_ray.planner.models.shapes import UnitShape
-from vescale_ray.planner.units import GOAL, Blocks, Lever, UnitPlan, plan_unit
+from vescale_ray.planner.unit_plan import GOAL, Blocks, Lever, UnitPlan, plan_unit
 
 TENSORS = 2500
 """Largest number of tensors in a unit that is tried; a larger unit would take seconds to plan."""

@@ -16,7 +16,7 @@ from vescale_ray.planner.models.model_shapes import model_shapes
 from vescale_ray.planner.models.shapes import ModelShapes
 from vescale_ray.planner.step_buffers import check_staging
 from vescale_ray.planner.step_time import Time, predict_time
-from vescale_ray.planner.units import GOAL, Blocks, Lever
+from vescale_ray.planner.unit_plan import GOAL, Blocks, Lever
 
 if TYPE_CHECKING:
     from torch import nn

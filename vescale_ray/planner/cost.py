@@ -26,7 +26,7 @@ from vescale_ray.planner.step_buffers import (
     device_buffers,
     host_buffers,
 )
-from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_coded, plan_unit
+from vescale_ray.planner.unit_plan import Blocks, Lever, UnitPlan, plan_coded, plan_unit
 
 Optimizer = Literal["adamw", "adamw8bit", "muon", "sgd"]
 OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "adamw8bit", "muon", "sgd")

@@ -16,7 +16,7 @@ from vescale_ray.planner.choose import Choice, choose_sharding
 from vescale_ray.planner.cost import OPTIMIZERS, Policy
 from vescale_ray.planner.hardware import HARDWARE, Hardware
 from vescale_ray.planner.models.model_shapes import model_shapes
-from vescale_ray.planner.units import Blocks
+from vescale_ray.planner.unit_plan import Blocks
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 FP8_TILE = Block.tile(128, 128)

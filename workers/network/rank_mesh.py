@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vescale_ray.config.sharding import RankGrid
+from vescale_ray.config.rank_grid import RankGrid
 from vescale_ray.workers.network.process_groups import GroupFailed, describe
 
 if TYPE_CHECKING:

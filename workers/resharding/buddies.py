@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vescale_ray.config.sharding import RankGrid
+    from vescale_ray.config.rank_grid import RankGrid
 
 
 def buddies(nodes: Sequence[str]) -> list[int]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from vescale_ray.config.sharding import RankGrid
+    from vescale_ray.config.rank_grid import RankGrid
 
 TRIES, TRIED = 16, 48
 """Number of nodes that are tried as candidates to become free, for up to ``TRIED`` workers; fewer for more workers. Each try solves an

@@ -27,7 +27,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import ShardPiece
     from vescale_ray.config import RunConfig
-    from vescale_ray.config.sharding import RankGrid
+    from vescale_ray.config.rank_grid import RankGrid
 
 PARAM, STATE = "param", "state"
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from vescale_ray.communication.collectives import broadcast
 from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
 from vescale_ray.dtensor.derived import GatheredView, derived, read_only
-from vescale_ray.dtensor.operations.arguments import each, each_argument, tensor_arguments, tensors_in
+from vescale_ray.dtensor.operations.argument_tensors import each, each_argument, tensor_arguments, tensors_in
 from vescale_ray.dtensor.operations.operands import gathered
 from vescale_ray.dtensor.operations.schema import (
     HIDDEN_WRITES,

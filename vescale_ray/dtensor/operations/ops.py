@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vescale_ray.dtensor.operations.arguments import each
+from vescale_ray.dtensor.operations.argument_tensors import each
 from vescale_ray.dtensor.operations.fallback import Cls, Handler, RaggedFallbackWarning, Rule, fallback, plain_target
 from vescale_ray.dtensor.operations.operands import broadcasts, gathered, operand, spread
 from vescale_ray.dtensor.operations.pending import any_pending, on_pending

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vescale_ray.dtensor.operations.arguments import each, each_argument
+from vescale_ray.dtensor.operations.argument_tensors import each, each_argument
 from vescale_ray.dtensor.operations.schema import written
 from vescale_ray.dtensor.redistribution import move
 from vescale_ray.dtensor.spec import LocalSharding, ragged_mesh_dim, settled_placements, sharding_of, wrap

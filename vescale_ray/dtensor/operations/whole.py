@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from vescale_ray.compat.core import DisableTorchDispatch
 from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
 from vescale_ray.dtensor.autograd import made
-from vescale_ray.dtensor.operations.arguments import each, each_argument, tensor_arguments
+from vescale_ray.dtensor.operations.argument_tensors import each, each_argument, tensor_arguments
 from vescale_ray.dtensor.operations.schema import lazy_conjugation
 from vescale_ray.dtensor.transfer import arrived
 

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from vescale_ray.compat.fsdp import DataParallelMeshDims
 from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp.groups.hooked import has_gather_hooks
-from vescale_ray.fsdp.layouts.parameters import REPLACED
+from vescale_ray.fsdp.layouts.group_parameter import REPLACED
 from vescale_ray.fsdp.layouts.sharding import Sharding
-from vescale_ray.fsdp.units.checks import is_managed, is_replicated
+from vescale_ray.fsdp.units.forward_checks import is_managed, is_replicated
 from vescale_ray.fsdp.units.module_path import described
 from vescale_ray.fsdp.units.schedule import unit_of
 from vescale_ray.geometry import Block

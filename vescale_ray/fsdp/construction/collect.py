@@ -11,7 +11,7 @@ from vescale_ray.errors import noted
 from vescale_ray.fsdp.construction.arguments import Arguments, check_block, check_parameter, has_hooks
 from vescale_ray.fsdp.construction.data_parallel import DataParallelRanks, parallel_of, placed
 from vescale_ray.fsdp.construction.quantized import form_of
-from vescale_ray.fsdp.layouts.parameters import REPLACED, OriginalParameter, Owner
+from vescale_ray.fsdp.layouts.group_parameter import REPLACED, OriginalParameter, Owner
 from vescale_ray.geometry import Block
 
 

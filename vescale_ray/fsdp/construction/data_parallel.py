@@ -13,7 +13,7 @@ from vescale_ray import gloo
 from vescale_ray.compat.fsdp import DataParallelMeshDims, FSDPMeshInfo, ShardPlacementResult
 from vescale_ray.errors import BadArgument, noted
 from vescale_ray.fsdp.construction.arguments import Arguments
-from vescale_ray.fsdp.layouts.parameters import SUMMED_OVER, Parallel
+from vescale_ray.fsdp.layouts.group_parameter import SUMMED_OVER, Parallel
 from vescale_ray.fsdp.layouts.sharding import ShardingPlan, data_parallel_part, default_mesh, plan_sharding
 
 

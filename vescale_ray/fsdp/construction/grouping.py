@@ -11,12 +11,12 @@ from vescale_ray.fsdp.construction.arguments import Arguments
 from vescale_ray.fsdp.construction.data_parallel import group_ids
 from vescale_ray.fsdp.layouts.code_parts import CodeParts
 from vescale_ray.fsdp.layouts.division import Chunks, Cuts, Division
+from vescale_ray.fsdp.layouts.group_parameter import GroupPlan, OriginalParameter
 from vescale_ray.fsdp.layouts.mixed_precision import dtypes, policy_of
-from vescale_ray.fsdp.layouts.parameters import GroupPlan, OriginalParameter
 from vescale_ray.fsdp.layouts.sharding import ShardingPlan
 from vescale_ray.fsdp.layouts.wire import CodeWire, GroupWire, PlainWire
 from vescale_ray.planner import Bundle, TensorSpec, plan_layout
-from vescale_ray.planner.units import CODED_GOAL, GOAL
+from vescale_ray.planner.unit_plan import CODED_GOAL, GOAL
 
 
 def plan_groups(parameters: Sequence[OriginalParameter], given: Arguments, axes: ShardingPlan) -> list[GroupPlan]:

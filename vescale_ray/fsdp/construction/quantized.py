@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 
 from vescale_ray.errors import BadArgument, noted
 from vescale_ray.fsdp.construction.arguments import QuantizePolicy
-from vescale_ray.fsdp.layouts.parameters import Parallel, local_of
+from vescale_ray.fsdp.layouts.group_parameter import Parallel, local_of
 from vescale_ray.quantization import Fp8Block
 from vescale_ray.quantization.fp8 import check_weight, form_given
 

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from vescale_ray.compat.tensor import compute_local_shape_and_global_offset, distribute_tensors, init_tensor
 from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute
 from vescale_ray.dtensor.spec import layout_of, ragged_mesh_dim
-from vescale_ray.fsdp.construction.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from vescale_ray.fsdp.construction.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
 
 
 class StandIn:

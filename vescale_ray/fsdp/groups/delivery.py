@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.dbuffer import KeptShard
-from vescale_ray.fsdp.layouts.parameters import GroupParam, as_dtensor, local_of
+from vescale_ray.fsdp.layouts.group_parameter import GroupParam, as_dtensor, local_of
 from vescale_ray.planner.placement.layout import KeptElements
 
 

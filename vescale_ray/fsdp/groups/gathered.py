@@ -16,7 +16,7 @@ from vescale_ray.fsdp.communication import comm
 from vescale_ray.fsdp.communication.labels import span
 from vescale_ray.fsdp.groups.gradients import Gradients
 from vescale_ray.fsdp.layouts.division import Division
-from vescale_ray.fsdp.layouts.parameters import GroupParam, Place, local_of
+from vescale_ray.fsdp.layouts.group_parameter import GroupParam, Place, local_of
 from vescale_ray.fsdp.layouts.wire import GroupWire
 from vescale_ray.planner import Layout
 

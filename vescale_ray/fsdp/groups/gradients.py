@@ -27,7 +27,7 @@ from vescale_ray.fsdp.groups.gradient_settings import GradientSettings
 from vescale_ray.fsdp.groups.linear import offer_sink
 from vescale_ray.fsdp.groups.reduction import InOrder, Sums, reduce_scatter
 from vescale_ray.fsdp.layouts.division import Division
-from vescale_ray.fsdp.layouts.parameters import GroupParam, Place
+from vescale_ray.fsdp.layouts.group_parameter import GroupParam, Place
 from vescale_ray.planner.step_buffers import arrival_dtype
 
 

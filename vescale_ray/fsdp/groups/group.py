@@ -22,8 +22,8 @@ from vescale_ray.fsdp.communication.debug import agree
 from vescale_ray.fsdp.groups.gathered import GatheredBuffer, Leaves
 from vescale_ray.fsdp.groups.gradients import Gradients
 from vescale_ray.fsdp.groups.master_shard import MasterShard
+from vescale_ray.fsdp.layouts.group_parameter import GroupParam, GroupPlan, OriginalParameter, Place, Subgroup, sharded_parameter
 from vescale_ray.fsdp.layouts.mixed_precision import dtypes
-from vescale_ray.fsdp.layouts.parameters import GroupParam, GroupPlan, OriginalParameter, Place, Subgroup, sharded_parameter
 from vescale_ray.fsdp.layouts.phases import Residency, Retain
 from vescale_ray.fsdp.layouts.wire import CodeWire
 

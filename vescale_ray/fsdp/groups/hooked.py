@@ -28,7 +28,7 @@ from vescale_ray.fsdp.communication import comm
 from vescale_ray.fsdp.communication.debug import agree
 from vescale_ray.fsdp.communication.labels import span
 from vescale_ray.fsdp.groups.group import ParameterGroup
-from vescale_ray.fsdp.layouts.parameters import GroupParam, PrivateMark, local_of
+from vescale_ray.fsdp.layouts.group_parameter import GroupParam, PrivateMark, local_of
 from vescale_ray.fsdp.layouts.phases import Residency
 
 

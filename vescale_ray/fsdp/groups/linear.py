@@ -19,7 +19,7 @@ from torch import nn
 
 from vescale_ray.compat.core import disable_dynamo, has_function_mode, peek_interpreter_stack
 from vescale_ray.fsdp.groups.running_backward import will_accumulate
-from vescale_ray.fsdp.layouts.parameters import SINK, PrivateMark
+from vescale_ray.fsdp.layouts.group_parameter import SINK, PrivateMark
 
 _FORWARD, _LINEAR = nn.Linear.forward, F.linear
 """Torch's own, which programs replace (fake quantization, fused kernels)."""

@@ -15,7 +15,7 @@ from vescale_ray.dbuffer import KeptShard
 from vescale_ray.dtensor.ragged_dtensor import distribute_tensor
 from vescale_ray.fsdp.communication.comm import Lane, largest_of_ranks
 from vescale_ray.fsdp.layouts.division import Division
-from vescale_ray.fsdp.layouts.parameters import GroupParam, Place, is_view_of, local_of, sharded_parameter
+from vescale_ray.fsdp.layouts.group_parameter import GroupParam, Place, is_view_of, local_of, sharded_parameter
 from vescale_ray.fsdp.layouts.wire import CodeWire, GroupWire
 
 

@@ -32,7 +32,7 @@ from vescale_ray.fsdp.surface.finalize import FinalizesBackward
 from vescale_ray.fsdp.surface.lookup import prefetched, resting_unit, sharded_unit, units_below
 from vescale_ray.fsdp.surface.reduce_settings import ReducesGradients
 from vescale_ray.fsdp.surface.torch_state import state_of_unit
-from vescale_ray.fsdp.units.checks import adopt_parameters, check_managed, whole_model_needed
+from vescale_ray.fsdp.units.forward_checks import adopt_parameters, check_managed, whole_model_needed
 from vescale_ray.fsdp.units.unit import Unit
 
 

@@ -12,7 +12,7 @@ from vescale_ray.dtensor.arguments import check_saved_part
 from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_ray.dtensor.spec import enclose, ragged_mesh_dim, wrap
 from vescale_ray.fsdp.communication.debug import agree
-from vescale_ray.fsdp.layouts.parameters import local_of
+from vescale_ray.fsdp.layouts.group_parameter import local_of
 from vescale_ray.fsdp.layouts.phases import Phase, PhaseError
 from vescale_ray.fsdp.units.unit import Unit
 

@@ -28,7 +28,7 @@ from vescale_ray.fsdp.units.schedule import Schedule, unit_of
 
 if TYPE_CHECKING:
     from vescale_ray.fsdp.groups.group import ParameterGroup
-    from vescale_ray.fsdp.layouts.parameters import GroupParam
+    from vescale_ray.fsdp.layouts.group_parameter import GroupParam
     from vescale_ray.fsdp.units.unit import Unit
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from vescale_ray.fsdp.layouts.parameters import Place
+from vescale_ray.fsdp.layouts.group_parameter import Place
 
 if TYPE_CHECKING:
     from vescale_ray.fsdp.units.unit import Unit

@@ -25,7 +25,7 @@ from vescale_ray.fsdp.groups.running_backward import in_backward
 from vescale_ray.fsdp.groups.uses import Uses
 from vescale_ray.fsdp.layouts.phases import Phase, PhaseError, StepEnd
 from vescale_ray.fsdp.units.arrivals import will_come
-from vescale_ray.fsdp.units.checks import (
+from vescale_ray.fsdp.units.forward_checks import (
     adopt_parameters,
     check_all_ignored,
     check_hooks,

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_ray.compat.core import global_optimizer_pre_hooks
 from vescale_ray.compat.fsdp import REGISTRY_KEY
-from vescale_ray.fsdp.layouts.parameters import REPLACED, GroupParam, gathered_of, local_of
+from vescale_ray.fsdp.layouts.group_parameter import REPLACED, GroupParam, gathered_of, local_of
 from vescale_ray.fsdp.layouts.phases import Residency
 from vescale_ray.fsdp.layouts.wire import CodeWire
 

@@ -14,7 +14,7 @@ from vescale_ray.planner.advice import advise
 from vescale_ray.planner.models.model_shapes import model_shapes
 from vescale_ray.planner.models.shapes import ParamShape, UnitShape
 from vescale_ray.planner.placement import buffers
-from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_unit
+from vescale_ray.planner.unit_plan import Blocks, Lever, UnitPlan, plan_unit
 
 PLAIN, PER_BLOCK, STRIDED = Lever(), Lever(buffers="per block"), Lever(strided=True)
 

@@ -31,14 +31,14 @@ from vescale_ray.fsdp.construction.data_parallel import data_parallel_ranks
 from vescale_ray.fsdp.construction.grouping import plan_groups
 from vescale_ray.fsdp.groups.group import ParameterGroup
 from vescale_ray.fsdp.groups.hooked import HookedGroup
-from vescale_ray.fsdp.layouts.parameters import REPLACED, GroupPlan, OriginalParameter
+from vescale_ray.fsdp.layouts.group_parameter import REPLACED, GroupPlan, OriginalParameter
 from vescale_ray.fsdp.layouts.phases import Phase, PhaseError
 from vescale_ray.fsdp.layouts.sharding import Sharding, ShardingPlan
 from vescale_ray.fsdp.surface.module import FSDPModule, sharded_class
 from vescale_ray.fsdp.surface.state_dict_hooks import watch_state_dicts
 from vescale_ray.fsdp.surface.torch_state import leave_state, state_of
 from vescale_ray.fsdp.units.arrivals import listen
-from vescale_ray.fsdp.units.checks import check_ignored, remember_parameters
+from vescale_ray.fsdp.units.forward_checks import check_ignored, remember_parameters
 from vescale_ray.fsdp.units.marks import watch_modules
 from vescale_ray.fsdp.units.module_path import described
 from vescale_ray.fsdp.units.schedule import Schedule, unit_of

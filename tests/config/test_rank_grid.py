@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vescale_ray.config import ConfigError, load_config
+from vescale_ray.config.rank_grid import RankGrid
 from vescale_ray.config.sections import ShardingSettings
-from vescale_ray.config.sharding import RankGrid
 
 PAIRS = ["train.sharding.shard_group=2", "train.slots=8", "elastic.workers=4"]
 EXPERTS = ["train.expert_parallel=2", "train.slots=8", "elastic.workers=4", "model.factory=some.models:experts"]
