@@ -42,19 +42,19 @@ class BlockDataset:
 
     Args:
         files: at least one.
-        name: what the files were found by, for messages.
+        name: the path, glob or URL by which the files were found, for messages.
         least: least number of tokens of a block, as :func:`block_tokens`.
         window: blocks whose samples are shuffled together.
-        keys: what else identifies the tokens, by configuration key.
+        keys: other values that identify the tokens, by configuration key.
         end_token: token that ends each document, if it is known.
 
     Attributes:
         files: the files, in order.
         needed: bytes of two windows of blocks, the least to reserve for training.
-        reader: reads the blocks; it keeps none but the last until :meth:`reserve` is called.
+        reader: reads the blocks. Until :meth:`reserve` is called, it keeps only the last block.
 
     Raises:
-        BadInput: there is no training sample, or the files' types differ.
+        BadInput: there is no training sample, or the files have different types.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class BlockDataset:
         """Read a few blocks, evenly spaced.
 
         Raises:
-            BadInput: one is damaged, or has a token that is not in the vocabulary; as of a file of another tokenizer, which has many.
+            BadInput: a block is damaged, or has a token that is not in the vocabulary. A file of another tokenizer has many such tokens.
             OSError: the storage does not answer.
         """
         for block in np.unique(np.linspace(0, len(self._blocks) - 1, _CHECKED).astype(int)).tolist():
@@ -189,11 +189,11 @@ class BlockDataset:
         }
 
     def identity(self) -> Mapping[str, str | int]:
-        """Return what determines the sample of each id, by configuration key."""
+        """Return the values that determine the sample of each id, by configuration key."""
         return {**self._keys, "data.corpus": self._digest(), "data.shuffle_blocks": self._window}
 
     def _answers(self) -> dict[str, str | int | None]:
-        """Numbers of targets, of rows without any, and of answers with an end, if not all tokens are targets, and foreign roles."""
+        """Return the counts of answers in fine-tuning data, and the roles that OpenAI's format lacks; empty for other data."""
         known = [file.answers for file in self.files if file.answers is not None]
         names = ("answer_tokens", "rows_without_answer", "answers_with_end")
         told: dict[str, str | int | None] = {name: sum(counts[place] for counts in known) for place, name in enumerate(names) if known}
@@ -235,7 +235,9 @@ Block = list[tuple[int, int]]
 
 
 def _blocks(files: Sequence[TokenFile], least: int) -> list[Block]:
-    """Cut the parts of all files, in order, into blocks of at least ``least`` tokens, except where files do not join."""
+    """Cut the parts of all files, in order, into blocks of at least ``least`` tokens. A block ends with its file if the file does not allow
+    joining.
+    """
     blocks: list[Block] = []
     current: Block = []
     total = 0

@@ -99,7 +99,9 @@ class BlockOrder:
         return number * self.num_samples + int(windows[np.searchsorted(windows, offset, side="right")])
 
     def _window_ids(self, epoch: _Epoch, window: int, size: int) -> Ids:
-        """The ids of a whole window. The last one is kept, since a batch alone takes half a millisecond to permute."""
+        """Return the ids of a whole window. The last window is kept, since its permutation takes half a millisecond even for a single
+        batch.
+        """
         if self._last is None or self._last[:2] != (epoch.key, window):
             places = permute(np.arange(size, dtype=np.uint64), size, part_key(epoch.key, window))
             self._last = epoch.key, window, self._ids_of(self._blocks_of(epoch, window), places)
@@ -109,7 +111,7 @@ class BlockOrder:
         return epoch.blocks[window * self.window : (window + 1) * self.window]
 
     def _ids_of(self, blocks: Ids, places: Ids) -> Ids:
-        """The ids of ``places`` among all samples of ``blocks``, which are counted one block after another."""
+        """Return the ids of ``places``, which count the samples of ``blocks`` one block after another."""
         before = np.cumsum(self._samples[blocks])
         which = np.searchsorted(before, places, side="right")
         chosen = blocks[which]

@@ -115,14 +115,17 @@ def _text_of(number: int, part: Any) -> str:
 
 
 def _counts(message: Mapping[str, Any]) -> bool:
-    """Return whether a message is an answer to learn: it has a text or calls, and no ``weight`` of 0."""
+    """Return whether a message is an answer to learn: the assistant's, with text or calls, and without a ``weight`` of 0."""
     content = message.get("content")
     said = content.strip() if content is not None else ""
     return message["role"] == "assistant" and message.get("weight", 1) != 0 and bool(said or message.get("tool_calls"))
 
 
 def _parsed(messages: Messages) -> tuple[Messages, list[str]]:
-    """Return the messages with mappings in the place of calls' arguments that are JSON, and these arguments."""
+    """Parse the arguments of tool calls that are JSON text.
+
+    Returns the messages with the parsed arguments, and the original texts.
+    """
     texts: list[str] = []
 
     def parsed(call: Any) -> Any:
@@ -200,16 +203,17 @@ class ChatTemplate:
         return text, spans
 
     def _template(self, tools: Any) -> str | None:
-        """The template. A tokenizer may have one of its own for conversations with tools."""
+        """Return the template. A tokenizer may have a separate one for conversations with tools."""
         return self._tooled if tools else self._text
 
     def _marked(self, tools: Any) -> bool:
         return _MARK.search(self._template(tools) or "") is not None
 
     def _called(self, messages: Messages, tools: Any) -> Messages:
-        """Return the messages with arguments of calls as the template wants them: JSON as OpenAI's files have it, or mappings.
+        """Return the messages with the arguments of calls in the form that the template expects: JSON text, as in OpenAI's files, or
+        mappings.
 
-        Most templates write the arguments as JSON, and would write a text as a text in quotes.
+        Most templates convert the arguments to JSON themselves. They would put JSON text in quotes.
         """
         parsed, texts = _parsed(messages)
         if not texts:
@@ -231,7 +235,9 @@ class ChatTemplate:
         return texts[0], spans[0] if spans else []
 
     def _span(self, text: str, messages: Messages, tools: Any, turn: int) -> Span:
-        """Return the range of the answer ``turn`` in ``text``: from the end of the prompt to generate it, to the end of the turn."""
+        """Return the range of the answer ``turn`` in ``text``. It begins behind the prompt that asks for the answer, and ends with the
+        turn.
+        """
         before, prompted = (self._rendered(messages[:turn], tools, prompt)[0] for prompt in (False, True))
         through = self._rendered(messages[: turn + 1], tools)[0] if turn + 1 < len(messages) else text
         said = (messages[turn].get("content") or "").strip()
@@ -250,7 +256,10 @@ class ChatTemplate:
         return start, start + len(kept) if kept.endswith(self._special) else end
 
     def _changed_end(self, text: str, start: int, through: str, said: str) -> int:
-        """Return the end in ``text`` of the last turn of ``through``, where it had a reasoning or another end; -1 if unknown."""
+        """Return the end of a turn in ``text``, if ``text`` renders the turn differently from ``through``; -1 if it can't be found.
+
+        ``through`` is the conversation rendered up to this turn. As its last turn, it may have a reasoning or another ending.
+        """
         for place in range(start, len(through)):
             if text.startswith(through[place:], start) and through[place:].rstrip().endswith(self._special):
                 return start + len(through) - place
@@ -264,7 +273,7 @@ class ChatTemplate:
 
 
 class ChatEncoder(Encoder):
-    """Encodes rows of :func:`normalized`, each as JSON. Tokens that are no targets become their complements.
+    """Encodes rows, each as JSON of a result of :func:`normalized`. Tokens that are no targets become their complements.
 
     Args:
         tokenizer: a ``tokenizers.Tokenizer``.
@@ -288,7 +297,7 @@ class ChatEncoder(Encoder):
         return np.concatenate(made), np.array([len(one) for one in made[1:]], dtype=np.int64)
 
     def ended(self, tokens: Tokens) -> int:
-        """Return how many answers in ``tokens`` have a special token, as the end of a turn, among their last three tokens."""
+        """Return how many answers in ``tokens`` end with a special token among their last three tokens."""
         counted = np.append(tokens >= 0, False)
         last = np.flatnonzero(counted[:-1] & ~counted[1:])
         return int(np.isin(tokens[np.maximum(last[:, None] - np.arange(3), 0)], self._ends).any(axis=1).sum())
@@ -309,8 +318,8 @@ class ChatEncoder(Encoder):
     def _completed(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
         """Return the tokens of the prompt, as at inference, and of the completion.
 
-        They are tokenized together, since some tokenizers put a space before a text that stands alone. They are tokenized apart if a token
-        would reach from one into the other.
+        Both are tokenized together, since some tokenizers put a space before a text that stands alone. If a token would reach from the
+        prompt into the completion, they are tokenized apart.
         """
         before, whole = self._begun(prompt), self._begun(prompt + completion)
         if whole[: len(before)] == before and len(whole) > len(before):
@@ -318,7 +327,7 @@ class ChatEncoder(Encoder):
         return before, self._tokenized(completion, False).ids
 
     def _begun(self, text: str) -> list[int]:
-        """Return the tokens of a text that goes on, with what the tokenizer puts before it, not behind it."""
+        """Return the tokens of a text that more text follows. Special tokens before the text are kept, those behind it are not."""
         found = self._tokenized(text, True)
         behind = list(found.special_tokens_mask[::-1]).index(0) if 0 in found.special_tokens_mask else 0
         ids: list[int] = found.ids

@@ -21,7 +21,7 @@ _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
 class _ChatFile(DocumentFile):
-    """Counts answers while it reads. A row without an answer is a null document, which has no tokens."""
+    """Base of fine-tuning files, which counts answers as it reads. A row without an answer is a null document, which has no tokens."""
 
     encoder: ChatEncoder
 
@@ -52,7 +52,7 @@ class _ChatFile(DocumentFile):
 
 
 class ChatLinesFile(_ChatFile, JsonLinesFile):
-    """One row a line."""
+    """A JSONL file with one row per line."""
 
     def __init__(self, file: DataFile, encoder: ChatEncoder) -> None:
         super().__init__(file, "messages", encoder)
@@ -62,7 +62,7 @@ class ChatLinesFile(_ChatFile, JsonLinesFile):
 
 
 class ChatParquetFile(_ChatFile, ParquetFile):
-    """The columns of :data:`FIELDS`, as far as the file has them."""
+    """A Parquet file of rows. Its columns are those of :data:`FIELDS` that the file has."""
 
     def __init__(self, file: DataFile, encoder: ChatEncoder) -> None:
         names: list[str] = guarded(file, lambda: pq.ParquetFile(file.opened()).schema_arrow, "its footer").names
@@ -81,7 +81,10 @@ class ChatParquetFile(_ChatFile, ParquetFile):
 
 
 def _given(value: Any) -> Any:
-    """Return the value without fields that are null. A column has the fields of all rows, so a row has nulls for those of others."""
+    """Return the value without fields that are null.
+
+    All rows of a Parquet column have the same fields, so a row has nulls for fields that only other rows use.
+    """
     if isinstance(value, dict):
         return {key: _given(one) for key, one in value.items() if one is not None}
     return [_given(one) for one in value] if isinstance(value, list) else value

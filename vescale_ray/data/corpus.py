@@ -120,7 +120,7 @@ class Corpus:
         return {"name": self.name, "type": "text", **counts, "heldout_samples": self.heldout_samples, "sha256": self.sha256}
 
     def identity(self) -> dict[str, str | int]:
-        """Return what determines the sample of each id, by configuration key."""
+        """Return the values that determine the sample of each id, by configuration key."""
         return {"data.corpus": self.sha256}
 
 
@@ -196,12 +196,12 @@ def text_files(spec: str) -> tuple[Path, list[Path]]:
 
 
 def leads_up(path: str | Path) -> bool:
-    """Return whether ``path`` is a link to a folder above it, which a walk would enter again and again."""
+    """Return whether ``path`` is a link to a folder above it. A walk would enter that folder again and again."""
     return os.path.islink(path) and any(os.path.samefile(above, path) for above in Path(path).parents)
 
 
 def lost_link(spec: str, path: str | Path) -> CorpusError:
-    """The error for a link that leads to no file or folder that a walk can enter."""
+    """Return the error for a link that leads neither to a file nor to a folder that a walk can enter."""
     what = "a folder above it" if os.path.exists(path) else "nothing"
     return CorpusError(f"data.corpus = {spec}: {path} is a link to {what}; remove it, or give a glob that leaves it out")
 

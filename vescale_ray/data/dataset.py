@@ -44,12 +44,12 @@ class Dataset(Protocol):
 
     @property
     def unit(self) -> str:
-        """Kind of the tokens: ``bytes`` of text, a ``tokenizer``'s, those of a ``chat``, or ``ids`` of unknown text."""
+        """Kind of the tokens: ``bytes`` of text, tokens of a ``tokenizer``, tokens of ``chat`` rows, or ``ids`` of unknown text."""
         ...
 
     @property
     def masked(self) -> bool:
-        """True if targets may be :data:`vescale_ray.data.chat.IGNORED`; the same in every process."""
+        """True if some targets may be :data:`vescale_ray.data.chat.IGNORED`; the same in every process."""
         ...
 
     @property
@@ -81,7 +81,10 @@ class Dataset(Protocol):
         ...
 
     def read_ahead(self, order: Any, position: int) -> None:
-        """Begin to read what samples from ``position`` on need. ``order`` is a result of :meth:`order`. Returns at once."""
+        """Begin to read the data of the samples from ``position`` on. Returns at once.
+
+        ``order`` is a result of :meth:`order`.
+        """
         ...
 
     def describe(self) -> dict[str, str | int | None]:
@@ -89,7 +92,7 @@ class Dataset(Protocol):
         ...
 
     def identity(self) -> Mapping[str, str | int]:
-        """Return, by configuration key, what determines the sample of each id. A run that resumes must not have changed any of it."""
+        """Return the values that determine the sample of each id, by configuration key. They must be the same when a run resumes."""
         ...
 
 

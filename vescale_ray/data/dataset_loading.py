@@ -83,7 +83,7 @@ def load_eval_sets(keys: DataKeys, trained: Dataset) -> dict[str, Dataset]:
         trained: the data set of the run.
 
     Raises:
-        BadInput: with one line, for the first thing that is wrong; among them, a set's tokens are bytes and the run's are not.
+        BadInput: with one line, for the first thing that is wrong. For example, a set's tokens are bytes and the run's are not.
     """
     sets = {name: _load_part(f"data.eval.{name}", keys.of(one), 0.0) for name, one in keys.eval.items()}
     check_unit([trained, *sets.values()], ["the training data", *(f"data.eval.{name}" for name in sets)])
@@ -91,7 +91,7 @@ def load_eval_sets(keys: DataKeys, trained: Dataset) -> dict[str, Dataset]:
 
 
 def _load_part(name: str, keys: SourceKeys, heldout: float, least: int | None = None) -> Dataset:
-    """Open a source of several; ``name`` is its key, for messages."""
+    """Open one of several sources. ``name``: its key, for messages."""
     try:
         return _load(keys, heldout, least)
     except BadInput as error:
@@ -99,7 +99,9 @@ def _load_part(name: str, keys: SourceKeys, heldout: float, least: int | None = 
 
 
 def _reserve(sources: Sequence[Dataset], shares: Sequence[float], keys: SourceKeys) -> None:
-    """Divide ``data.readahead_mb`` between the sources in blocks. Each gets what two windows take, and its share of the rest."""
+    """Divide ``data.readahead_mb`` between the sources that are read in blocks. Each gets memory for two windows, and its share of the
+    rest.
+    """
     blocks = [(source, share) for source, share in zip(sources, shares, strict=True) if isinstance(source, BlockDataset)]
     needed, memory = sum(source.needed for source, _ in blocks), keys.readahead_mb << 20
     if needed > memory:
@@ -163,7 +165,7 @@ def _is_plain_text(keys: SourceKeys) -> bool:
 
 
 def kind_of(keys: SourceKeys, name: str, found: Sequence[DataFile]) -> str:
-    """Return the format of files. Raises BadInput if they have several, or one is compressed."""
+    """Return the format of files. Raises BadInput if the files have several formats, or one file is compressed."""
     kind = keys.format if keys.format != "auto" else _format_of(name, [(file.name, file.url) for file in found])
     _refuse_compressed(name, [(file.name, file.url) for file in found])
     if kind == "text" and keys.format == "auto" and keys.corpus != "stdlib":
@@ -178,7 +180,7 @@ def _refuse_compressed(spec: str, files: Sequence[tuple[str, str]]) -> None:
 
 
 def _head_of(path: str) -> bytes:
-    """The first bytes of a local file; none if it can't be read, which the reader of the text tells."""
+    """Return the first bytes of a local file. Empty if the file can't be read; the reader of the text then raises the error."""
     try:
         with open(path, "rb") as file:
             return file.read(_HEAD)
@@ -187,7 +189,7 @@ def _head_of(path: str) -> bytes:
 
 
 def _refuse_binary(spec: str, heads: Iterable[tuple[str, bytes]]) -> None:
-    """Refuse files without a suffix of :data:`FORMATS` that are no text: pictures, or Parquet under another name."""
+    """Refuse files that are not text and have no suffix of :data:`FORMATS`: pictures, or Parquet under another name."""
     binary = next((path for path, head in heads if b"\0" in head), None)
     if binary is not None:
         raise BadInput(
@@ -197,10 +199,10 @@ def _refuse_binary(spec: str, heads: Iterable[tuple[str, bytes]]) -> None:
 
 
 def _format_of(spec: str, files: Sequence[tuple[str, str]]) -> str:
-    """The format that the suffixes of ``files``, names and paths, have in common.
+    """Return the format that the suffixes of ``files`` have in common. ``files``: names and paths.
 
     Raises:
-        BadInput: they have several, or all files have suffixes that no text has.
+        BadInput: the files have several formats, or all have suffixes that no text file has.
     """
     first: dict[str, str] = {}
     for name, path in files:
@@ -230,7 +232,7 @@ class Encoders:
 
     Attributes:
         vocab: number of token ids.
-        identity: what identifies the tokens, beside the files.
+        identity: values that identify the tokens, besides the files.
     """
 
     def __init__(self, keys: SourceKeys) -> None:
@@ -341,7 +343,7 @@ def _open_chat(file: DataFile, encoder: ChatEncoder) -> TokenFile:
 
 
 def in_threads(found: Sequence[DataFile], work: Callable[[DataFile], T]) -> list[T]:
-    """Do ``work`` for each file, in order; for those of an object store, several at a time."""
+    """Do ``work`` for each file, in order. Files of an object store are processed several at a time."""
     if all(file.is_local for file in found):
         return [work(file) for file in found]
     with ThreadPoolExecutor(_OPENERS) as pool:

@@ -71,7 +71,7 @@ class DocumentFile(ABC):
 
     @abstractmethod
     def first_row(self, part: int) -> int:
-        """Number of the part's first document in the file, for messages."""
+        """Return the number of the part's first document within the file, for messages."""
 
     def ends(self, part: int) -> bool:
         """Return whether the last document of the part ends there."""
@@ -84,7 +84,10 @@ class DocumentFile(ABC):
         return guarded(self.file, lambda: self.documents(part), f"{self.parts} {part}")
 
     def _keep_ends(self, first: int | None, known: bool = False) -> None:
-        """Add no end tokens to token ids that have their own: as is ``known``, or as the part ``first`` shows."""
+        """If token ids already contain end tokens, add no others.
+
+        The caller may know that (``known``). Otherwise the part ``first`` shows it.
+        """
         encoder = self.encoder
         if isinstance(encoder, IdEncoder) and encoder.end is not None and first is not None:
             if known or encoder.has_ends(self._documents(first)):
@@ -109,7 +112,7 @@ class DocumentFile(ABC):
 
 
 def guarded(file: DataFile, work: Callable[[], Any], what: str) -> Any:
-    """Do ``work``, which reads with pyarrow. An error of the storage stays an OSError; any other one of pyarrow names the file as damaged.
+    """Do ``work``, which reads with pyarrow. Errors of the storage pass unchanged; any other error of pyarrow becomes BadInput.
 
     Raises:
         BadInput: ``what`` of the file is damaged.
@@ -129,7 +132,7 @@ def column_of(file: DataFile, schema: pa.Schema, column: str) -> pa.Field:
     """Return the field of a column.
 
     Raises:
-        BadInput: there is none, or several of that name.
+        BadInput: no column, or more than one, has that name.
     """
     if schema.names.count(column) != 1:
         many = "several columns" if column in schema.names else "no column"
@@ -185,7 +188,10 @@ class ParquetFile(DocumentFile):
         return tokens
 
     def _footer_count(self, part: int, group: Any) -> int | None:
-        """Number of tokens of a row group, if the footer tells: values that are no nulls, as empty lists count as nulls."""
+        """Return the number of tokens of a row group, if the footer tells it; else None.
+
+        It is the number of values that are not null. Parquet counts an empty list as a null value.
+        """
         if self.encoder.identity != "ids":
             return None
         chunk, described = group.column(self._leaf), self._metadata.schema.column(self._leaf)
@@ -198,7 +204,7 @@ class ParquetFile(DocumentFile):
 
 
 def _leaves(kind: pa.DataType) -> int:
-    """Number of Parquet columns that hold a column of an Arrow type."""
+    """Return the number of Parquet columns that store one column of this Arrow type."""
     kind = getattr(kind, "storage_type", kind)
     return sum(_leaves(kind.field(child).type) for child in range(kind.num_fields)) or 1
 
@@ -224,7 +230,9 @@ class ArrowFile(DocumentFile):
 
     @staticmethod
     def _parts_of(file: DataFile) -> tuple[pa.Schema, list[int | None]]:
-        """The schema, and where each batch begins; None in a file, whose footer knows it."""
+        """Return the schema, and the position of each batch. In the file format the positions are None, since the file's footer has
+        them.
+        """
         opened = file.opened()
         if file.read(0, min(6, file.size)) == b"ARROW1":
             reader = pa.ipc.open_file(opened)

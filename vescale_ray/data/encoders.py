@@ -99,7 +99,7 @@ class IdEncoder(Encoder):
         return values, counts
 
     def has_ends(self, arrays: Sequence[pa.Array]) -> bool:
-        """Return whether the end token is among the tokens of the documents."""
+        """Return whether the end token occurs in the documents."""
         return any(bool((one.flatten().to_numpy(zero_copy_only=False) == self.end).any()) for one in arrays)
 
 
@@ -179,7 +179,7 @@ def _is_utf8(text: bytes) -> bool:
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type of text in one piece for categories and views, as other programs write text; every other type as it is."""
+    """Return the plain text type for categories and views, in which other programs write text. Any other type is returned unchanged."""
     types = pa.types
     if types.is_dictionary(kind):
         kind = kind.value_type
@@ -187,7 +187,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def plain(documents: pa.Array) -> pa.Array:
-    """Return the documents in the type that :func:`plain_type` tells."""
+    """Return the documents in the type that :func:`plain_type` returns."""
     kind = plain_type(documents.type)
     return documents if kind == documents.type else documents.cast(kind)
 
@@ -227,7 +227,7 @@ def id_count(tokenizer: Any) -> int:
 
 
 def end_token_beside(path: str) -> str | None:
-    """Return the token that ends a document, by the files of ``transformers`` beside the tokenizer at ``path``: its name, or its number."""
+    """Return the token that ends a document, from the ``transformers`` files beside the tokenizer at ``path``: its name, or its number."""
     folder = path.rpartition("/")[0]
     for name, key in (("tokenizer_config.json", "eos_token"), ("config.json", "eos_token_id")):
         try:
@@ -245,7 +245,7 @@ def check_ids(values: Tokens, vocab: int, lengths: Ids | None = None) -> None:
     """Check that all ids are in ``[0, vocab)``. ``lengths``: tokens of each row; None: each value is a row.
 
     Raises:
-        BadDocument: an id is not.
+        BadDocument: an id is out of range.
     """
     if not values.size or (values.dtype.kind == "u" and np.iinfo(values.dtype).max < vocab):
         return

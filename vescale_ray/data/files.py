@@ -88,10 +88,10 @@ class DataFile:
 
 
 class LinkedFileSystem(LocalFileSystem):  # type: ignore[misc]
-    """Local files, of which a link counts as the file or folder that it leads to. In fsspec it is neither in a listing."""
+    """Local files, where a link counts as the file or folder that it leads to. In fsspec's own listings a link is neither."""
 
     def info(self, path: Any, **options: Any) -> dict[str, Any]:
-        """Return what is known of a path. The type of a link that leads nowhere, or to a folder above it, is ``other``."""
+        """Return what the system knows of a path. A link that leads nowhere, or to a folder above it, has the type ``other``."""
         found: dict[str, Any] = super().info(path, **options)
         if found["islink"]:
             name = found["name"]
@@ -180,7 +180,7 @@ def _find(spec: str) -> Iterator[DataFile]:
 
 
 def _entries(fs: Any, path: str) -> tuple[dict[str, Any], str]:
-    """The entries that ``path`` means, by path, and the folder that their names are relative to (empty: none)."""
+    """Return the entries that ``path`` matches, by path, and the folder that their names are relative to (empty: no folder)."""
     fs.invalidate_cache()
     if fs.exists(path):
         if not fs.isdir(path):
@@ -195,7 +195,10 @@ def _entries(fs: Any, path: str) -> tuple[dict[str, Any], str]:
 
 
 def _named_folder(fs: Any, path: str) -> str:
-    """The longest start of a glob that is a folder of just that name, though it may have signs of a glob: ``data/[2024] web``."""
+    """Return the longest prefix of a glob that is an existing folder of exactly that name.
+
+    The name may contain signs of a glob: ``data/[2024] web``.
+    """
     above, parts = "", path.split("/")[:-1]
     for end in range(1, len(parts) + 1):
         if is_glob(parts[end - 1]):
@@ -206,7 +209,7 @@ def _named_folder(fs: Any, path: str) -> str:
 
 
 def is_glob(path: str) -> bool:
-    """Return whether the path has signs of a glob."""
+    """Return whether the path contains signs of a glob."""
     return bool(_GLOB & set(path))
 
 

@@ -36,8 +36,8 @@ def dataset_of(given: Any, keys: SourceKeys) -> Dataset:
 
 
 class GivenDataset:
-    """Samples of an object, by index. A sample is ``seq_len + 1`` token ids, of which each predicts the next one. A sample may also be a
-    pair: ``seq_len`` token ids and ``seq_len`` targets, of which those that are -100 do not count.
+    """Samples of an object, by index. A sample is ``seq_len + 1`` token ids; each predicts the next one. It may also be a pair of
+    ``seq_len`` token ids and ``seq_len`` targets. Targets of -100 do not count.
 
     Index ``i`` gives the same sample in every process and at every call. The last ``data.heldout`` of the samples are held out.
 
@@ -92,7 +92,7 @@ class GivenDataset:
         return {"name": type(self._samples).__name__, "type": "object", **counts, "sha256": self._digest}
 
     def identity(self) -> Mapping[str, str | int]:
-        """Return what determines the sample of each id, by configuration key."""
+        """Return the values that determine the sample of each id, by configuration key."""
         return {"data.corpus": self._digest}
 
     def _gather(self, ids: npt.ArrayLike, first: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +105,7 @@ class GivenDataset:
         return torch.from_numpy(both[0]), torch.from_numpy(both[1])
 
     def _sample(self, number: int) -> tuple[Ids, Ids]:
-        """Tokens and targets of a sample, checked."""
+        """Return tokens and targets of a sample, after checking them."""
         given = self._at(number)
         if self._is_pair(given) != self.masked:
             raise BadInput(f"dataset[{number}]: only some samples are pairs of tokens and targets; give pairs everywhere or nowhere")

@@ -1,7 +1,7 @@
 """A data set that takes its samples from several sources, in proportion to weights.
 
 Each source has its own order, epochs and blocks. The sample at a position follows from the position alone: :class:`Shares` tells its source
-and how many samples that source has given before. So the state of a mixture is one integer, too, and a resume reads nothing again::
+and how many samples that source has given before. So the state of a mixture is one integer, too, and a resumed run reads no sample twice::
 
     position           0   1   2   3   4   5   6   7   8   9
     source             a   b   a   c   a   b   a   b   a   c
@@ -97,7 +97,7 @@ class Mixture:
 
     @property
     def masked(self) -> bool:
-        """True if targets of a source may not count."""
+        """True if a source may have targets that do not count."""
         return any(source.masked for source in self.sources)
 
     @property
@@ -138,7 +138,7 @@ class Mixture:
         return {f"{number}.{key}": value for number, told in every for key, value in told.items()}
 
     def identity(self) -> Mapping[str, str | int]:
-        """Return what determines the sample of each id, by configuration key."""
+        """Return the values that determine the sample of each id, by configuration key."""
         counts = " : ".join(map(str, self.shares.counts.tolist()))
         found: dict[str, str | int] = {"data.corpus": "a mixture", "data.mixture": f"weights {counts}"}
         for number, source in enumerate(self.sources):
@@ -151,7 +151,7 @@ def check_unit(sources: Sequence[Dataset], names: Sequence[str]) -> None:
     """Check that either all sources hold text as bytes, or none does.
 
     Raises:
-        BadInput: one does and another one doesn't.
+        BadInput: some sources hold bytes, and others do not.
     """
     units = {("bytes" if source.unit == "bytes" else "token ids"): name for source, name in zip(sources, names, strict=True)}
     if len(units) > 1:
@@ -167,7 +167,7 @@ def _starts(counts: Sequence[int]) -> Ids:
 
 
 def _gather(ids: npt.ArrayLike, starts: Ids, reads: Sequence[Callable[[Ids], Batch]]) -> Batch:
-    """The samples ``ids``, each read from its source by its id there."""
+    """Return the samples ``ids``. Each is read from its source, by its id in that source."""
     index = np.asarray(ids, dtype=np.int64).reshape(-1)
     if index.size and (index.min() < 0 or index.max() >= starts[-1]):
         raise IndexError(f"sample ids {index.min()}..{index.max()}: there are {starts[-1]} samples")

@@ -47,7 +47,10 @@ _STEP = 1 << 16
 
 @dataclass(frozen=True)
 class SourcePiece:
-    """A part of a source: a row group, or the lines that begin in the ``number``-th :attr:`Preparation.chunk` bytes."""
+    """A part of a source file: a row group of Parquet, or the lines that begin in one chunk.
+
+    Chunk ``number`` has :attr:`Preparation.chunk` bytes.
+    """
 
     file: int
     number: int
@@ -55,7 +58,7 @@ class SourcePiece:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What to make.
+    """The plan of the files to make.
 
     Attributes:
         keys: corpus, format, column, tokenizer and end token, as in the section ``data``.
@@ -63,7 +66,7 @@ class Preparation:
         kind: their format: ``parquet``, ``jsonl`` or ``text``.
         pieces: the pieces of each output file.
         out: folder or URL of the output.
-        facts: what determines the output, by the option that changes it.
+        facts: values that determine the output, by the option that changes each.
         chunk: bytes of a piece of lines.
     """
 
@@ -77,7 +80,7 @@ class Preparation:
 
     @property
     def digest(self) -> str:
-        """Hash of what determines the output."""
+        """Hash of the values that determine the output."""
         return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
 
     def name(self, number: int) -> str:
@@ -87,7 +90,7 @@ class Preparation:
 
 @dataclass(frozen=True)
 class PreparedFile:
-    """A finished output file. ``kept``: it was there before; ``damaged``: why a file that was there before was replaced."""
+    """A finished output file. ``kept``: it existed before; ``damaged``: the reason for which an earlier file was replaced."""
 
     number: int
     documents: int
@@ -174,7 +177,7 @@ def begin(made: Preparation) -> None:
 
 
 def make(made: Preparation, number: int) -> PreparedFile:
-    """Make an output file, unless it is there and proves itself.
+    """Make an output file, unless it exists and its content matches its hash.
 
     Raises:
         BadInput: a document is damaged; the message names the file and the place.
@@ -207,7 +210,7 @@ def make(made: Preparation, number: int) -> PreparedFile:
 
 
 def _sizes(files: Sequence[DataFile], kind: str, keys: SourceKeys, encoders: Encoders, chunk: int) -> list[tuple[SourcePiece, int]]:
-    """All pieces that hold rows, in order, each with its size in bytes of text."""
+    """Return all pieces that hold rows, in order, each with its size in bytes of text."""
 
     def of(file: DataFile) -> list[int]:
         if kind == "parquet":
@@ -254,7 +257,7 @@ def _write(made: Preparation, number: int, path: str) -> tuple[int, int]:
 
 
 class _RowsHash:
-    """Hash of rows of tokens, however they are cut into arrays."""
+    """Hash of rows of tokens. It does not depend on the division of the rows into arrays."""
 
     def __init__(self) -> None:
         self._lengths, self._values = xxhash.xxh3_128(), xxhash.xxh3_128()
@@ -268,7 +271,7 @@ class _RowsHash:
 
 
 def _proven(made: Preparation, number: int, file: DataFile) -> PreparedFile:
-    """The output file that is there, after all of it was read and compared with its hash. Raises BadInput if it is not what it says."""
+    """Read an existing output file, and compare its content with its hash. Raises BadInput if they differ."""
     if file.size < 1:
         raise BadInput(f"{file.url}: is empty")
     digest = _RowsHash()
@@ -292,7 +295,7 @@ def _proven(made: Preparation, number: int, file: DataFile) -> PreparedFile:
 
 
 def _rows(made: Preparation, encoder: Encoder, pieces: Sequence[SourcePiece]) -> Iterator[pa.ListArray]:
-    """Yield the tokens of the pieces' documents, a row each."""
+    """Yield the tokens of the pieces' documents, one document per row."""
     for piece in pieces:
         file = made.files[piece.file]
         opened, part, arrays = _read(made, encoder, file, piece)
@@ -308,7 +311,7 @@ def _rows(made: Preparation, encoder: Encoder, pieces: Sequence[SourcePiece]) ->
 
 
 def _read(made: Preparation, encoder: Encoder, file: DataFile, piece: SourcePiece) -> tuple[DocumentFile, int, Sequence[pa.Array]]:
-    """The documents of a piece, the file that they are of, and the number of their part there."""
+    """Return the file of a piece, the number of its part there, and its documents."""
     if made.kind == "parquet":
         groups = ParquetFile(file, made.keys.column, lambda *_: encoder, counted=False)
         return groups, piece.number, guarded(file, lambda: groups.documents(piece.number), f"row group {piece.number}")
@@ -328,7 +331,7 @@ def _read(made: Preparation, encoder: Encoder, file: DataFile, piece: SourcePiec
 
 
 def _line_begin(file: DataFile, place: int) -> int:
-    """The end of the last line that ends at ``place`` or before; the file's end if that comes first."""
+    """Return the position at which the last line that ends at or before ``place`` ends; at most the file's size."""
     if place >= file.size:
         return file.size
     while place > 0:
@@ -345,7 +348,7 @@ def _newlines(file: DataFile, end: int) -> int:
 
 
 def _ended(encoder: Encoder, values: Any, lengths: Any, ends: bool) -> pa.ListArray:
-    """The documents as rows, each with its end token if ``ends``."""
+    """Return the documents as rows. If ``ends``, each row gets an end token unless it has one."""
     if ends:
         values, lengths = encoder.with_ends(values, lengths)
     counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])

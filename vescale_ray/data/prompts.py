@@ -28,7 +28,7 @@ class ByteCodec:
 
 
 class TokenizerCodec:
-    """Text by a ``tokenizer.json``. Special tokens are only those that stand in the text."""
+    """Text by a ``tokenizer.json``. No special tokens are added to those in the text."""
 
     def __init__(self, path: str) -> None:
         self._tokenizer: Any = load_tokenizer(path)[0]

@@ -16,7 +16,7 @@ READERS = 4
 
 @dataclass
 class _Reading:
-    """A block that is being read, or was. ``done`` is set once ``tokens`` or ``error`` is there."""
+    """A block that is being read, or was read. ``done`` is set once ``tokens`` or ``error`` is known."""
 
     done: threading.Event = field(default_factory=threading.Event)
     tokens: Tokens | None = None

@@ -34,8 +34,8 @@ class Shares:
         weights: weight of each source, at least 0; they need not sum to 1.
 
     Attributes:
-        counts: positions of each source in a period.
-        period: number of positions of a period.
+        counts: number of positions of each source in a period.
+        period: number of positions in a period.
 
     Raises:
         BadInput: a weight is 0 or negligible beside the others, or not finite.
@@ -59,7 +59,7 @@ class Shares:
 
 
 def _whole(weights: Sequence[float]) -> Ids:
-    """Whole numbers in the proportion of the weights, as decimal fractions, rounded if their sum would be above :data:`LONGEST`."""
+    """Return whole numbers in the proportion of the weights. They are exact unless their sum would exceed :data:`LONGEST`."""
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights) > 0:
         raise BadInput(f"weights {', '.join(map(str, weights))}: give finite numbers, at least 0, and one above 0")
     exact = [Fraction(repr(float(weight))) for weight in weights]
@@ -76,7 +76,9 @@ def _whole(weights: Sequence[float]) -> Ids:
 
 
 def _schedule(counts: Sequence[int]) -> npt.NDArray[np.intp]:
-    """The source of each position of a period: of the samples that may come, the one that must come first."""
+    """Return the source of each position of a period. Each position takes, of the samples that may come, the one with the nearest
+    deadline.
+    """
     period = sum(counts)
     schedule = np.empty(period, dtype=np.intp)
     waiting = [(0, source, 0) for source in range(len(counts))]

@@ -73,7 +73,7 @@ class TokenFile(Protocol):
 
 
 class FlatFile:
-    """A file with one array of integers. Its samples follow each other across parts, since each part has one token of the next.
+    """A file with one array of integers. Each part also holds the first token of the next part, so samples continue across parts.
 
     Args:
         start: byte at which the array begins.

@@ -4,7 +4,7 @@ The package imports torch, :mod:`vescale_ray.planner`, ``dbuffer`` and ``dtensor
 
 | folder | what it holds |
 |---|---|
-| ``construction`` | stages of ``fully_shard``: ``arguments`` checks, ``collect`` collects, ``grouping`` plans, ``api`` builds |
+| ``construction`` | stages of ``fully_shard``: ``arguments`` checks, ``collect`` collects, ``grouping`` plans, ``fully_shard`` builds |
 | ``surface`` | what users call on a module: ``module``, state dicts, torch's state of a module, ``overview`` (``explain``), ``finalize`` |
 | ``units`` | the hooks of one call in forward and backward, the schedule of a root, how backward tells a unit where it is, checks |
 | ``groups`` | one buffer in a step: its master shard, its gathered parameters, its gradients and their reduction |

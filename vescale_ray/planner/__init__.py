@@ -10,7 +10,7 @@ tensors or at the end, and no shard boundary cuts a block:
 all orders, and ``bounds`` proves lower bounds; ``buffers`` divides tensors among several buffers. The search is a pure function: every rank
 and process gets the same layout.
 
-``models/``: ``shapes`` and ``architectures`` describe a model's tensors. ``units`` plans a unit's buffers, with levers against padding;
+``models/``: ``shapes`` and ``architectures`` describe a model's tensors. ``unit_plan`` plans a unit's buffers, with levers against padding;
 ``advice`` picks the lever. ``cost`` predicts memory, ``step_time`` time on the ``hardware``, and ``choose`` picks the sharding. ``request``
 and ``choice_report`` serve the command line. Imports torch, ``errors`` and ``geometry`` only.
 """

@@ -51,7 +51,7 @@ def check_base(opened: Checkpoint, trained: str | None, given: str | None) -> Hf
 
 @dataclass(frozen=True)
 class _Base:
-    """The weights of the base, with the adapters of a checkpoint.
+    """The base's weights, to which the adapters of a checkpoint are added.
 
     Attributes:
         dtype: dtype that the base had in training.
@@ -64,7 +64,7 @@ class _Base:
     names: frozenset[str]
 
     def value(self, piece: FilePiece, opened: Checkpoint) -> torch.Tensor:
-        """A tensor of the files; in float32 if an adapter was added."""
+        """Return the value of one tensor of the files; in float32 if an adapter was added to it."""
         import torch
 
         from vescale_ray.models import lora
@@ -86,7 +86,7 @@ def merged_weights(
 
     Args:
         model: the model with adapters.
-        layout: its layout.
+        layout: layout of the model's tensors in the files.
         dtype: dtype of the tensors; None keeps that of the base.
 
     Raises:

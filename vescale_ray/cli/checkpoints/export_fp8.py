@@ -22,8 +22,8 @@ class Fp8Files:
     """The FP8 tensors of an export.
 
     Attributes:
-        form: their format.
-        names: their names in the files.
+        form: format of the tensors.
+        names: names of the tensors in the files.
         kept: the model's tensors that the policy quantizes, but for which the files have no FP8 layout.
         modules: modules whose weights are not in FP8, for ``config.json``.
     """
@@ -40,7 +40,7 @@ class Fp8Files:
 
     @property
     def note(self) -> str | None:
-        """One line on ``kept``."""
+        """One line on the tensors of :attr:`kept`; None if there are none."""
         if not self.kept:
             return None
         more = f" and {len(self.kept) - 3} more" if len(self.kept) > 3 else ""
@@ -85,7 +85,11 @@ def fp8_files(model: nn.Module, layout: FileLayout, train: TrainSection | None) 
 
 
 def _readable(model: nn.Module, matrix: Callable[[str], bool]) -> set[str]:
-    """Names of parameters that transformers reads in FP8. ``matrix``: whether a parameter is wanted, and files hold it as matrices."""
+    """Return the names of parameters that transformers reads in FP8.
+
+    Args:
+        matrix: returns whether a parameter is wanted in FP8, and is stored in the files as matrices.
+    """
     from torch import nn
 
     found: set[str] = set()
@@ -99,7 +103,9 @@ def _readable(model: nn.Module, matrix: Callable[[str], bool]) -> set[str]:
 
 
 def _modules_without(model: nn.Module, layout: FileLayout, taken: set[str]) -> tuple[str, ...]:
-    """Modules with matrices that are not in FP8, by their names in the files; those whose tensors no file has, by the model's."""
+    """Return the modules with a matrix that is not in FP8, by their names in the files. A module without tensors in the files has its name
+    in the model.
+    """
     found: set[str] = set()
     in_files = {piece.name for piece in layout.pieces.values()}
     for file_name, piece in layout.pieces.items():

@@ -109,7 +109,9 @@ def export_hf(
 
 
 def _described(path: str, model: str | None) -> HfFolder | None:
-    """The model's folder: ``model``, or the copy in the folder of the run at PATH; None if the run trained another kind of model."""
+    """Return the folder that describes the model: ``model``, or the copy in the folder of the run at PATH. None if the run trained no model
+    of ``model.hf``.
+    """
     from vescale_ray.config import load_config
     from vescale_ray.models.hf import CONFIG, open_folder
 
@@ -126,7 +128,7 @@ def _described(path: str, model: str | None) -> HfFolder | None:
 def _check_options(
     path: str, described: HfFolder | None, adapters: LoraSettings | None, merge: bool, fp8: bool, parts: Mapping[str, object]
 ) -> None:
-    """Refuse options that do not go together. ``parts``: those that choose a part of the checkpoint, by name."""
+    """Refuse options that exclude each other. ``parts``: values of the options that choose a part of the checkpoint, by name."""
     if merge and adapters is None:
         raise BadInput(f"--merge: {path} is no checkpoint of a run with model.lora, or --names is given; leave it out")
     if merge and described is None:
@@ -141,7 +143,7 @@ def _check_options(
 
 
 def _check_free(folder: str) -> None:
-    """Refuse a folder with a model's description, which the export would replace."""
+    """Refuse an output folder that contains a model's description, because the export would replace it."""
     from vescale_ray.models.hf import SMALL_FILES
 
     there = [name for name in SMALL_FILES if (Path(folder) / name).exists()]
@@ -150,7 +152,7 @@ def _check_free(folder: str) -> None:
 
 
 def _check_model(opened: Checkpoint, key: str, files: _ModelFiles, model: str) -> None:
-    """Refuse a checkpoint of another model than the one whose configuration the export gets."""
+    """Refuse a checkpoint of a model other than the one whose configuration the export gets."""
     from vescale_ray.checkpoint.state.name_tables import matches
     from vescale_ray.models import lora
 
@@ -186,13 +188,13 @@ def _config(path: str, opened: Checkpoint) -> RunConfig | None:
 
 @dataclass(frozen=True)
 class _ModelFiles:
-    """A model in files.
+    """A description of a model's tensors in files.
 
     Attributes:
-        layout: layout of its parameters.
-        extra: its buffers and merged weights, by their names there.
-        left_out: globs of names of the commit that are not in files.
-        quantized: its tensors in FP8.
+        layout: layout of the parameters.
+        extra: buffers and merged weights, by their names in the files.
+        left_out: globs of names in the commit that the files leave out.
+        quantized: the tensors in FP8; None: no tensor is in FP8.
     """
 
     layout: FileLayout
@@ -204,7 +206,9 @@ class _ModelFiles:
 def _files_of(
     folder: HfFolder, model: str | None, config: RunConfig | None, opened: Checkpoint, dtype: torch.dtype | None, fp8: bool
 ) -> _ModelFiles:
-    """The files of the model in ``folder``, which the run of ``config`` trained. ``model``: the option ``--model``."""
+    """Describe the files of the model in ``folder``. ``config``: configuration of the run that trained it; ``model``: the option
+    ``--model``.
+    """
     from vescale_ray.checkpoint.huggingface_export import Computed
     from vescale_ray.checkpoint.huggingface_layout import file_layout, persistent_buffers, read_buffers
     from vescale_ray.models import lora

@@ -113,8 +113,8 @@ def _lines(folder: RunFolder) -> list[Record]:
 def telling(lines: Iterator[Record], end: float) -> Iterator[Record]:
     """Yield the lines that are visible in pictures up to the time ``end``.
 
-    Each column of the pictures keeps its first and last line, and those with the smallest and largest value of each figure. Memory and
-    waiting count by their sums. Only a few lines of one column are in memory at a time.
+    Each column of the pictures keeps its first and last line, and those with the smallest and largest value of each figure. Mappings, such
+    as memory and waiting, count by the sum of their values. Only a few lines of one column are in memory at a time.
     """
     begin: float | None = None
     number, kept, extremes = 0, dict[int, Record](), list[tuple[float, int, float, int] | None]()
@@ -226,8 +226,8 @@ def _span(url: str, run: str, hours: float, where: Mapping[str, str]) -> tuple[f
 
 
 def _rescales(counted: Sequence[Series], world: Sequence[Series], older: bool) -> tuple[tuple[Mark, ...], float]:
-    """Return the marks of rescales, and their number, from the counters; ``world`` misses a rescale that was undone before the next
-    point.
+    """Return the marks of rescales and their number, from the counters. The counters also show a rescale that was undone before the next
+    point; ``world`` does not.
 
     Args:
         counted: rescales since the run's start, one series for each kind, with the kind as its name.
@@ -295,7 +295,7 @@ def _by_name(lines: Sequence[Mapping[str, Any]], key: str, factor: Callable[[Map
 
 
 def _per_step(line: Mapping[str, Any]) -> float:
-    """Return the factor from seconds of waiting to percent. The seconds may belong to other steps than this line's."""
+    """Return the factor that turns seconds of waiting into percent. The seconds may cover other steps than this line's."""
     return 100.0 / float(line.get("waited_of_seconds") or line.get("step_seconds") or math.inf)
 
 

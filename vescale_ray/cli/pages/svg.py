@@ -10,7 +10,7 @@ GOOD, BAD = PALETTE[2], PALETTE[4]
 
 
 def picture(width: float, height: float, label: str, parts: Iterable[str]) -> str:
-    """Return a picture whose size in the page is up to its style. ``label`` is for screen readers."""
+    """Return a picture. The page's style sets its size. ``label`` is for screen readers."""
     return f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
 
 
@@ -29,7 +29,7 @@ def upright(x: float, top: float, bottom: float, title: str = "", **attributes: 
 
 
 def text(x: float, y: float, words: str, anchor: str = "start") -> str:
-    """Return a text on the base line ``y``; ``anchor``: which of its ends is at ``x`` (``start``, ``middle``, ``end``)."""
+    """Return a text on the base line ``y``. ``anchor`` tells which part of the text is at ``x``: ``start``, ``middle`` or ``end``."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 

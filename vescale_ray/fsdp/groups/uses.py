@@ -36,7 +36,7 @@ from vescale_ray.fsdp.groups.group import ParameterGroup
 
 
 class Uses:
-    """The open questions of a backward, and the exchanges whose result this rank did not need."""
+    """The open questions of a backward, and the exchanges whose results this rank does not need."""
 
     def __init__(self) -> None:
         self._questions: dict[tuple[int, int], _Question] = {}
@@ -78,7 +78,7 @@ class Uses:
             question.check()
 
     def discard(self) -> None:
-        """Drop the questions of a step that is given up."""
+        """Drop the questions of an abandoned step."""
         self._questions.clear()
         self._under_way.clear()
 
@@ -131,7 +131,10 @@ class _Question:
         self._send(place.replicate_group, lane)
 
     def answer(self, lane: Lane) -> list[Any]:
-        """For each parameter of the listed groups: whether a rank used it. Waits if this rank may get a gradient that it has not made."""
+        """Return, for each parameter of the listed groups, whether any rank used it.
+
+        Waits for the other ranks only if this rank may get a gradient that it has not computed itself.
+        """
         return self._own if self._bytes is None or self._complete else self.verify(lane)
 
     def verify(self, lane: Lane) -> list[int]:

@@ -1,4 +1,4 @@
-"""Optimizer steps: after one, the casts of the parameters that it has written are out of date."""
+"""Optimizer steps. After a step, the casts of the parameters that it has written are out of date."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vescale_ray.fsdp.groups.group import ParameterGroup
 
 
 class HasGroups(Protocol):
-    """A schedule."""
+    """The interface of a schedule that :class:`OptimizerSteps` needs."""
 
     @property
     def groups(self) -> Sequence[ParameterGroup]: ...
@@ -48,7 +48,7 @@ _ALL: list[weakref.ref[OptimizerSteps]] = []
 
 
 def after_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Tell every schedule of a step."""
+    """Tell every schedule in this process that ``optimizer`` has taken a step."""
     for ref in tuple(_ALL):
         steps = ref()
         if steps is not None:

@@ -44,7 +44,8 @@ class ParamShape:
 
     Attributes:
         kind: category for block policies and optimizers; experts are matrices that only some tokens use, and heads count as embeddings.
-        matrices: number of matrices that one expert of this stack splits into along the second last dimension, if experts are separate.
+        matrices: number of separate matrices that one expert of this stack becomes (``ModelShapes.with_experts``), cut along its second
+            last dimension.
         stack: dimension 0 is the expert, and ranks can share the experts (:func:`holds_experts`).
         policy: whether a run's policy gives the tensor an FP8 format; None: as ``fp8_policy`` does by default.
     """
@@ -63,7 +64,10 @@ class ParamShape:
 
     @property
     def quantizable(self) -> bool:
-        """True: its policy gives it an FP8 format; by default, since it is a matrix or a stack of them, of another name."""
+        """Return whether the run's policy gives the tensor an FP8 format.
+
+        Without a policy, matrices and stacks of matrices have one, except those with a name in :data:`UNQUANTIZED`.
+        """
         if self.policy is not None:
             return self.policy
         kept = any(fnmatch.fnmatchcase(f".{self.name}", pattern) for pattern in UNQUANTIZED)
