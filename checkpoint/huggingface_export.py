@@ -172,7 +172,7 @@ class _Entry:
             yield checkpoint.read_range(self.stored, start, min(self.start + self.numel, start + step))
 
     def read_bytes(self, checkpoint: Checkpoint, piece: torch.Tensor) -> int:
-        """Return the stored bytes that ``piece`` was made from, for progress."""
+        """Return the number of stored bytes that ``piece`` was made from, to show progress."""
         return 0 if self.computed is not None else piece.numel() * checkpoint.tensors[self.stored].kinds["param"].itemsize
 
 

@@ -44,7 +44,7 @@ class Wish(LoopAction):
 
 @dataclass(frozen=True)
 class Dismiss(LoopAction):
-    """End a worker, without further news of it. ``tell``: record that it has left."""
+    """End a worker. No news of it follows. ``tell``: record that the worker has left."""
 
     worker: str
     tell: bool = True
@@ -52,10 +52,10 @@ class Dismiss(LoopAction):
 
 @dataclass(frozen=True)
 class End(LoopAction):
-    """End workers, each with the reason. The news of their loss follows.
+    """End workers, each for a reason. News of each loss follows.
 
     Attributes:
-        world: their generation: the position of every worker in it is reported.
+        world: the workers' generation. A hang report gives the position of each member.
         cut: the workers are cut off, not hung.
     """
 
@@ -81,7 +81,7 @@ class Fence(LoopAction):
 
 @dataclass(frozen=True)
 class Ask(LoopAction):
-    """Have one member carry ``flags`` into the next step, where all ranks see them. If one takes them, do ``then``.
+    """Have one member carry ``flags`` into the next step, where all ranks see them. If a member accepts the flags, perform ``then``.
 
     Attributes:
         auto: the checkpoint is due by the interval of ``checkpoint.every: auto``.
@@ -99,7 +99,7 @@ class Launch(LoopAction):
 
     Attributes:
         givers: workers outside the generation that give shards to it.
-        evaluate: the members evaluate before their first step.
+        evaluate: whether the members evaluate before their first step.
         fence_s: seconds that the end of the last generation took.
         numbered_by: basis of the rank assignment: the planned layouts, or equal intervals if the layouts were not known yet.
     """
@@ -116,8 +116,8 @@ class Conclude(LoopAction):
     """Give up the checkpoints of a generation that is over, because the votes that they lack will not come.
 
     Attributes:
-        failed: it has failed, and its evidence is kept.
-        damaged: name of a checkpoint that is damaged, so that an older one is used.
+        failed: the generation has failed, so its evidence is kept.
+        damaged: name of a checkpoint that is damaged. The run then uses an older one.
     """
 
     world: World
@@ -150,7 +150,7 @@ class BeginRescale(LoopAction):
 
 @dataclass(frozen=True)
 class EndRescale(LoopAction):
-    """Record that the run is over before the rescale, if one is under way."""
+    """Record that the run has ended before the rescale under way, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -170,15 +170,17 @@ class Spend(LoopAction):
 
 @dataclass(frozen=True)
 class AskStarved(Question):
-    """For how long did these workers get no processor? The answer is the seconds of silence that are excused, by worker."""
+    """Ask for how long these workers got no processor. The answer is the seconds of silence that are excused, by worker."""
 
     workers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class SaveParked(Question):
-    """Make a checkpoint of the newest state that these workers hold together (``CheckpointCoordinator.save``). The answer is its result,
-    or None if none is needed."""
+    """Make a checkpoint of the newest state that these workers hold together (``CheckpointCoordinator.save``).
+
+    The answer is the result, or None if no checkpoint is needed.
+    """
 
     workers: tuple[str, ...]
     only_newer: bool = False
@@ -186,8 +188,11 @@ class SaveParked(Question):
 
 @dataclass(frozen=True)
 class FindCheckpoint(Question):
-    """Which checkpoint is the newest? With ``holders``, the answer is None if no checkpoint is newer than the state of these workers, or an
-    OSError if none of them holds a state and the storage is out of reach (``CheckpointCoordinator.newer``)."""
+    """Ask for the newest checkpoint (``CheckpointCoordinator.newer``).
+
+    If ``holders`` are given, the answer is None if no checkpoint is newer than the state of these workers. It is an OSError if none of them
+    holds a state and the storage is out of reach.
+    """
 
     holders: tuple[str, ...] | None = None
 

@@ -95,7 +95,7 @@ class Commands:
         self._answer_all(lambda given: _too_late(given.action, at))
 
     def _answer_all(self, answer: Callable[[_Command], dict[str, Any]]) -> None:
-        """Answer the commands in the queue whose senders still wait."""
+        """Answer the commands in the queue whose senders are still waiting."""
         while True:
             try:
                 given = self._commands.get_nowait()

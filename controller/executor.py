@@ -44,7 +44,7 @@ AHEAD = 4
 
 
 class Executor:
-    """The parts of one controller, and what is done with them.
+    """The parts of one controller. Performs actions on them, and collects their news.
 
     Args:
         spec: the driver's order.
@@ -83,14 +83,14 @@ class Executor:
         self._probes: dict[Probe, Reaching] = {}
 
     def begin(self) -> None:
-        """Begin what runs beside the control loop."""
+        """Start the threads and requests that run beside the control loop."""
         begun(import_heavy)
         self.nodes.start()
         if self.durable.state.generation is None:
             self.worker_group.prepare_store()
 
     def close(self) -> None:
-        """End what runs beside the control loop."""
+        """End the threads and requests that run beside the control loop."""
         self.commands.close()
         self.layouts.close()
 
@@ -133,7 +133,7 @@ class Executor:
         )
 
     def collect(self) -> None:
-        """Record what has ended since the last round: checkpoints, and probes of connections."""
+        """Record checkpoints and connection probes that have ended since the last round."""
         self.coordinator.collect()
         for probe, asked in tuple(self._probes.items()):
             if (answers := asked.unreached()) is not None:
@@ -152,13 +152,14 @@ class Executor:
         )
 
     def progressed(self, step: int) -> None:
-        """Take note of a completed step: it ends the streaks of failures, unless the run is given up."""
+        """Note that ``step`` is complete. This ends the streaks of failures, unless the run is given up."""
         progressed = self.budget.progressed(step)
         self.spend(replace(self.budget, high=progressed.high) if self.given_up else progressed)
 
     def plan_ahead(self, world: World) -> None:
-        """Plan the layouts that may come next: of the target, and of a few workers lost or joined. If their outline is unknown, ask the
-        members for it."""
+        """Plan the layouts that the run may need next: of the target, and after the loss or gain of a few workers. If their outline is
+        unknown, ask the members for it.
+        """
         size, grid = world.size, self.config.grid
         if self.layouts.told:
             near = (size + step * sign for step in range(1, AHEAD + 1) for sign in (-1, 1) if size + step * sign > 0)
@@ -183,7 +184,7 @@ class Executor:
         return answers
 
     def answer(self, question: Question) -> Any:
-        """Raises ``Unanswered`` if there is no answer yet."""
+        """Return the answer to a question. Raises ``Unanswered`` if there is none yet."""
         match question:
             case actions.AskStarved(workers):
                 excused = self.worker_group.starved(workers)

@@ -181,10 +181,10 @@ class Concluding:
     """The run is over, and the controller looks up the name of its newest checkpoint.
 
     Attributes:
-        result: result of the checkpoint of a stop; None: no checkpoint was needed.
+        result: result of the checkpoint that a stop has made; None: no checkpoint was needed.
         error: why the run has failed; None: it was stopped.
         refused: the user's input caused the failure.
-        hint: the error names the checkpoint that the run can be resumed from.
+        hint: whether the error message names the checkpoint from which the run can resume.
     """
 
     result: SaveResult | None = None

@@ -13,7 +13,7 @@ SHOWN = 100
 
 
 def loss_words(line: Mapping[str, Any], digits: int = 3) -> str:
-    """Return the loss of a step's line or of a status as words. null stands for a loss that is not finite, or not known yet."""
+    """Return the loss of a metrics line or of a status in words. Without a loss, say whether it is not finite or not known yet."""
     if line.get("loss") is None:
         return "none yet" if line.get("tokens_per_second") is None else "not a finite number"
     bpb = number_or_none(line.get("bpb"))

@@ -16,7 +16,7 @@ OF_THE_MODEL = frozenset({"params", "param_names"})
 
 
 def by_name(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
-    """Return the states and the hyperparameters that a state dict, nested or flat, has of each parameter."""
+    """Return the states and the hyperparameters of each parameter in a state dict, nested or flat."""
     states: dict[str, Any] = {}
     hyper: dict[str, Any] = {}
     if "state" in given:
@@ -48,10 +48,11 @@ def _split(parts: list[str], names: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 
 def with_names_of(model: nn.Module, named: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return ``named`` with the names that ``groups`` have. A shared parameter has several, of which another run may take another one.
+    """Return ``named`` with the parameter names that ``groups`` use. A shared parameter has several names, and runs may choose different
+    ones.
 
     Raises:
-        ValueError: the parameters of two entries are one here.
+        ValueError: two entries belong to one parameter of this model.
     """
     aliases: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):

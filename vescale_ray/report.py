@@ -117,7 +117,7 @@ class Summary:
 
     @property
     def sound(self) -> bool:
-        """True: no sample was lost or repeated, and the checkpoint is verified."""
+        """True if no sample was lost or repeated, and the checkpoint is verified."""
         return (self.accounting is None or self.accounting.exact) and not self.checkpoint_problems
 
 

@@ -80,7 +80,7 @@ class Completer:
         return [self._told(prompt, row) for prompt, row in zip(settings.prompts, made.tolist(), strict=True)]
 
     def _next(self, logits: Tensor, place: int, of: tuple[int, ...]) -> int:
-        """The token that follows position ``place``: the most likely one, or one that is drawn at the temperature."""
+        """Return the token that follows position ``place``: the most likely token, or one drawn at the temperature."""
         if logits.dim() != 3:
             raise BadInput(
                 f"train.completions: the model returns {logits.dim()} dimensions; it must return logits (batch, seq_len, vocab), or leave "
@@ -94,6 +94,6 @@ class Completer:
         return int(torch.multinomial(torch.softmax(row / temperature, -1), 1, generator=generator))
 
     def _told(self, prompt: str, ids: Sequence[int]) -> dict[str, Any]:
-        """A completion for people. It ends before the first token that ends a text."""
+        """Return a completion for people. It ends before the first token that ends a text."""
         kept = list(itertools.takewhile(lambda one: one not in self._ends, ids))
         return {"prompt": prompt, "text": self._codec.decode(kept), "tokens": len(kept)}

@@ -170,7 +170,7 @@ def base_of(opened: Checkpoint) -> str | None:
 
 
 def other_base(config: RunConfig, state: str) -> str:
-    """Return the sentence on a base that is not the one of the adapters in ``state``."""
+    """Return a sentence that says that the base is not the one on which the adapters in ``state`` were trained."""
     return (
         f"model.hf = {config.model.hf}: its weights are not those with which the adapters of {state} were trained; name their folder, or "
         "set checkpoint.resume=never to begin anew"

@@ -395,5 +395,5 @@ class WorkerReport:
 
     @property
     def out(self) -> bool:
-        """True: the worker has no process group and waits for an order."""
+        """True if the worker has no process group and waits for an order."""
         return self.phase in (WorkerPhase.PARKED, WorkerPhase.FINISHED, WorkerPhase.IDLE)

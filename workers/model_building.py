@@ -212,7 +212,9 @@ class Blank:
 
 
 class NextModel:
-    """The blank of a worker's next generation, built while the controller plans; later all ranks would wait for it."""
+    """Builds the :class:`Blank` of a worker's next generation ahead of time, while the controller plans. Otherwise all ranks would wait for
+    it.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self._config, self._compiler = config, UnitCompiler(config)
@@ -301,7 +303,7 @@ def shared_experts(config: RunConfig, model: nn.Module) -> list[nn.Module]:
 
 
 def check_shared_experts(model: nn.Module, workers: int, key: str) -> None:
-    """Raise ValueError, which begins with ``key``, if ``model`` has no experts, or ``workers`` workers do not divide them."""
+    """Raise ValueError if ``model`` has no experts, or if ``workers`` workers do not divide them. The message begins with ``key``."""
     if not experts_of(model):
         raise ValueError(
             f"{key}: {type(model).__name__} has no fused experts (vescale_ray.models.moe.Experts, or those of transformers); leave it out"

@@ -66,13 +66,13 @@ class Writer:
 
     @property
     def busy(self) -> bool:
-        """True: no further checkpoint can be staged."""
+        """True if no further checkpoint can be staged."""
         with self._lock:
             return len(self._jobs) >= MOST
 
     @property
     def writing(self) -> bool:
-        """True: any checkpoint is still being written."""
+        """True if any checkpoint is still being written."""
         with self._lock:
             return any(not job.cancelled for job in self._jobs)
 

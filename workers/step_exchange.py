@@ -17,7 +17,7 @@ from vescale_ray.workers.monitoring.process import resident_bytes
 
 
 class Seconds(NamedTuple):
-    """Times of one rank's step: until the exchange, of its slots, of its own mean per slot, and until the gradient norm."""
+    """Seconds of one rank's step: until the exchange, for all its slots, per slot on average, and until the gradient norm."""
 
     whole: float
     loop: float

@@ -162,7 +162,7 @@ class DcpSource:
         }
 
     def _extra(self, path: Sequence[Any]) -> tuple[Any, ...] | None:
-        """Return the path under which to keep a value that is, or lies in, a module's extra state; None for any other."""
+        """Return the path under which to keep the value at ``path`` if that is, or lies in, a module's extra state; else None."""
         at = next((at for at, part in enumerate(path[:2]) if is_extra(str(part))), None)
         return None if at is None else (f"{self._entry(path) if at else 'model'}.{self._table(str(path[at]))}", *path[at + 1 :])
 
@@ -265,7 +265,9 @@ class DcpSource:
         return {**about, **({"by_parameter": True} if flattened else {})}
 
     def _states(self, found: _Optimizer) -> tuple[dict[str, dict[str, Any]], dict[int, str]]:
-        """The states that are numbers, or are nested, by state key and name. The paths of the tensors in these, by the id of a stand-in."""
+        """Return the states that are numbers or nested values, by state key and name, and the paths of the tensors in them, by the id of a
+        stand-in.
+        """
         states: dict[str, dict[str, Any]] = {}
         paths: dict[int, str] = {}
         for path, by_name in (*found.scalars.items(), *found.nested.items()):
@@ -310,7 +312,7 @@ def _optimizer_part(inner: Sequence[str]) -> tuple[str, str, str] | None:
 
 
 def _unwrapped(paths: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple[Any, ...]]:
-    """``paths`` without the name of one object around the model and the optimizers, as the ``app`` of torch's tutorial."""
+    """Return ``paths`` without the name of one object around the model and the optimizers, such as ``app`` in torch's tutorial."""
 
     def around(path: Sequence[Any]) -> bool:
         texts = [str(part) for part in path]

@@ -51,12 +51,12 @@ class Slab:
 
     @property
     def shared(self) -> bool:
-        """True: there is more than one holder; then the bytes must not change."""
+        """True if there is more than one holder; then the bytes must not change."""
         with self._pool.lock:
             return self._holders > 1
 
     def again(self) -> None:
-        """Reset the holders when the pool, which holds the lock, hands the slab out."""
+        """Reset the number of holders. The pool calls this with its lock held when it hands out the slab."""
         self._holders = 1
 
     def lay(self, layout: ObjectLayout) -> torch.Tensor:

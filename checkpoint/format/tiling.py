@@ -137,7 +137,7 @@ def between(shape: Shape, order: Tiling, other: Tiling, start: int, end: int) ->
 
 
 def runs_between(shape: Shape, order: Tiling, other: Tiling, start: int, end: int) -> int:
-    """An upper bound of the number of runs of :func:`between`, which never decreases with ``end``. Costs O(tiles) of ``order``."""
+    """Return an upper bound of the number of runs of :func:`between`. It never decreases with ``end``. Costs O(tiles) of ``order``."""
     if order == other or start == end:
         return 1
     there = _grid(shape, other) if other.cuts else None

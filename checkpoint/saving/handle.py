@@ -89,7 +89,7 @@ class SaveHandle:
 
     @property
     def commit(self) -> Commit:
-        """The commit; waits as :meth:`wait`."""
+        """The commit. Waits like :meth:`wait`."""
         return self.wait()
 
     # ------------------------------------------------------------------------------------------------------ for the saver

@@ -43,7 +43,7 @@ def chosen(name: str, include: Iterable[str], exclude: Iterable[str]) -> bool:
 
 
 def nearest(name: str, among: Iterable[str]) -> str:
-    """`` (nearest there: 'x')``, or an empty text if no name is similar."""
+    """Return `` (nearest there: 'x')`` for the most similar name, or an empty text if no name is similar."""
     near = difflib.get_close_matches(name, list(among), n=1, cutoff=0.6)
     return f" (nearest there: {near[0]!r})" if near else ""
 

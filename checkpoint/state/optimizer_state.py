@@ -58,7 +58,7 @@ def _params(key: str, optimizer: torch.optim.Optimizer, flat: FlatState) -> Iter
 
 
 def _is_scalar(param: torch.Tensor, state_key: str, value: Any) -> bool:
-    """Return whether a state is a number, not a tensor. A plain tensor of one element beside a sharded parameter is not a part of one."""
+    """Return whether a state is a number, not a tensor. Beside a sharded parameter, a plain tensor of one element is a number."""
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         return False
     plain = not hasattr(value, "device_mesh")

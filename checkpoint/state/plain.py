@@ -53,7 +53,7 @@ class Packed:
 
     @property
     def extended(self) -> bool:
-        """True: ``tags`` has one that the first version of the format lacks."""
+        """True if ``tags`` has a tag that the first version of the format lacks."""
         return any(tag.startswith("$") for tag in self.tags)
 
     @property
@@ -254,7 +254,7 @@ class EntryBytes:
         return self._states(name)
 
     def take(self, where: Any) -> bytearray:
-        """The bytes at ``where``: base64 text, or (start, end). Raises ValueError."""
+        """Return the bytes at ``where``, which is base64 text or (start, end). Raises ValueError."""
         if isinstance(where, str):
             return bytearray(base64.b64decode(where, validate=True))
         start, end = where

@@ -77,7 +77,7 @@ class LocalPart:
 
     @property
     def shared(self) -> bool:
-        """True: writing into :meth:`flat` writes into the tensor."""
+        """True if writing into :meth:`flat` writes into the tensor."""
         return self.local.is_contiguous() and not self.local.is_conj() and not self.local.is_neg()
 
 

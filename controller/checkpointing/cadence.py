@@ -24,11 +24,11 @@ NEWS = 0.1
 
 
 class Cadence:
-    """The interval between checkpoints, and whether it is over. Times are in seconds of one clock.
+    """The interval between checkpoints, and whether the next one is due. Times are in seconds of one clock.
 
     Args:
         section: ``checkpoint`` of the configuration.
-        now: the present; the next checkpoint is due an interval later.
+        now: present time. The next checkpoint is due one interval later.
         age_s: seconds since the run began. A restarted controller knows the failures of all that time.
     """
 
@@ -42,7 +42,7 @@ class Cadence:
         self._told: Interval | None = None
 
     def saved(self, result: SaveResult) -> None:
-        """Take the result of a checkpoint that was made during training. A failed one shows nothing of the cost."""
+        """Take the result of a checkpoint that was made during training. A failed checkpoint tells nothing about the cost."""
         if result.kept is not None and result.stall_s > 0:
             self._stalls.append(result.stall_s)
             self._persists.append(result.seconds)

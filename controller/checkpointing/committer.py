@@ -73,7 +73,7 @@ class _Ballot:
             self.errors[item.rank] = item.error or "unknown"
 
     def begin(self, commit: Future[SaveResult]) -> None:
-        """Note that the commit has begun; ``commit`` is its future result."""
+        """Note that the commit has begun. ``commit``: the future of its result."""
         self.commit = commit
 
 
@@ -112,7 +112,7 @@ class Committer:
 
     @property
     def busy(self) -> bool:
-        """True: any attempt waits for votes or its commit."""
+        """True if any attempt waits for votes or its commit."""
         self._know()
         return bool(self._open or self._early)
 
@@ -185,7 +185,7 @@ class Committer:
         self._tenders.shutdown(wait=False, cancel_futures=True)
 
     def _know(self) -> bool:
-        """Return whether the attempt that was committed before is known. Once it is, take the votes that came meanwhile."""
+        """Return whether it is known which attempt was committed before. Once it is known, take the votes that came meanwhile."""
         if self._done is None:
             return True
         if not self._done.done():
@@ -235,7 +235,7 @@ class Committer:
         )
 
     def _tend(self, made: Commit, patience_s: float) -> None:
-        """Delete old checkpoints, in the other thread. A newer checkpoint ends the wait for this one, and has a collection of its own."""
+        """Delete old checkpoints, in the other thread. A newer checkpoint ends the wait for this one, and starts its own deletion."""
         from vescale_ray.checkpoint.upkeep.collection import tend
 
         tend(self._root, self._retention(), made, patience_s, lambda: self._closing.is_set() or self._newest != made.name)

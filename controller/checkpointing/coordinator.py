@@ -62,7 +62,7 @@ class _Saving:
 
 @dataclass
 class _Lookup:
-    """A question to the storage, and what its answer depends on."""
+    """A request to the storage, and the values on which its answer depends."""
 
     about: tuple[Any, ...]
     ask: Any
@@ -132,8 +132,9 @@ class CheckpointCoordinator:
         return policy.CommittedCheckpoint(path.rpartition("/")[2], path, step) if path is not None and step is not None else None
 
     def newer(self, holders: Iterable[str]) -> policy.CommittedCheckpoint | None:
-        """The newest checkpoint, if it may be newer than the state of ``holders`` (parked workers, leavers included). Otherwise returns
-        None without asking the storage, which may be slow or out of reach.
+        """Return the newest checkpoint, if it may be newer than the state of ``holders`` (parked workers, leavers included).
+
+        Otherwise return None without a request to the storage, which may be slow or out of reach.
 
         Raises:
             Unanswered: the storage has not answered yet.
@@ -240,7 +241,7 @@ class CheckpointCoordinator:
         return resume.step <= step if only_newer else resume.step < step
 
     def _order(self, resume: Resume, states: Held) -> dict[str, Any]:
-        """Order an attempt to write this state. Returns what is known of it."""
+        """Order an attempt to write this state. Returns the fields of :class:`_Saving` that describe the attempt."""
         holders: dict[int, list[str]] = {}
         for worker, held_states in states.items():
             for held_state in held_states:

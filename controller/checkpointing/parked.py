@@ -15,13 +15,13 @@ Held = Mapping[str, Sequence[HeldState]]
 
 
 def held(workers: WorkersView, holders: Iterable[str]) -> Held:
-    """The states that each living worker of ``holders`` holds, if it has left its generation."""
+    """Return the states that each living worker of ``holders`` holds, if the worker has left its generation."""
     reports = {w: workers.report(w) for w in holders if workers.alive(w)}
     return {w: report.held for w, report in reports.items() if report is not None and report.out}
 
 
 def held_step(workers: WorkersView, holders: Iterable[str]) -> int:
-    """The step of the newest state that the ``holders`` hold together; -1 if none."""
+    """Return the step of the newest state that the ``holders`` hold together; -1 if there is none."""
     resume = choose_resume(held(workers, holders))
     return -1 if resume is None else resume.step
 
@@ -33,8 +33,10 @@ def writes(workers: WorkersView, holders: Iterable[str]) -> bool:
 
 
 def by_node(members: Sequence[str], grid: RankGrid, workers: WorkersView) -> tuple[str, ...]:
-    """``members`` in the order of their ranks if they hold no state. With replicas, or ranks that share experts, the workers of a node are
-    next to each other."""
+    """Return ``members`` in the order of their ranks, for members that hold no state.
+
+    With replicas, or with ranks that share experts, workers of one node are next to each other.
+    """
     if grid.replicas == grid.experts == 1:
         return tuple(members)
     nodes = list(_nodes(members, workers).values())
@@ -44,8 +46,11 @@ def by_node(members: Sequence[str], grid: RankGrid, workers: WorkersView) -> tup
 def assign_ranks(
     members: Sequence[str], resume: Resume | None, states: Held, workers: WorkersView, layouts: Layouts, grid: RankGrid
 ) -> tuple[tuple[str, ...], str]:
-    """Return ``members`` in the order of their ranks in ``grid``, so that the fewest bytes move from the state ``resume``, and the basis of
-    that order. If the layouts are not known yet, the basis is equal intervals, and another order might have moved fewer bytes."""
+    """Return ``members`` in the order of their ranks in ``grid``, and the basis of that order.
+
+    The order moves the fewest bytes from the state ``resume``. If the layouts are not known yet, the basis is equal intervals, and another
+    order might have moved fewer bytes.
+    """
     from vescale_ray.workers.resharding.rank_assignment import assign_ranks, in_rows, replicated
 
     if resume is None:
@@ -58,8 +63,10 @@ def assign_ranks(
 def staying(
     candidates: Sequence[str], grid: RankGrid, resume: Resume | None, states: Held, workers: WorkersView, layouts: Layouts
 ) -> tuple[str, ...]:
-    """The ``candidates`` that stay, as many as ``grid`` has ranks, so that the fewest bytes move from ``resume``. Among equal choices,
-    copies lie on other nodes, and whole nodes become free."""
+    """Return the ``candidates`` that stay, as many as ``grid`` has ranks, so that the fewest bytes move from ``resume``.
+
+    Among equal choices, copies lie on other nodes, and whole nodes become free.
+    """
     from vescale_ray.workers.resharding.rank_assignment import replicated, staying
 
     if resume is None:
@@ -70,7 +77,7 @@ def staying(
 
 
 def _nodes(some: Iterable[str], workers: WorkersView) -> dict[str, list[str]]:
-    """The workers of ``some`` on each node."""
+    """Return the workers of ``some``, by node."""
     there: dict[str, list[str]] = {}
     for worker in some:
         info = workers.info(worker)
@@ -79,7 +86,7 @@ def _nodes(some: Iterable[str], workers: WorkersView) -> dict[str, list[str]]:
 
 
 def _parts(resume: Resume, states: Held) -> dict[str, list[int]]:
-    """For each worker, the shards of the state ``resume`` that it has."""
+    """Return, for each worker, the shards of the state ``resume`` that it has."""
     state = (resume.generation, resume.step, resume.world)
     return {
         worker: [rank for one in of if (one.generation, one.step, one.world) == state for rank in one.ranks]

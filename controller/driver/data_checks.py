@@ -1,4 +1,4 @@
-"""Checks that data and model mean the same tokens, that documents have ends, and that rules have data to go by."""
+"""Checks that data and model use the same tokens, that documents have ends, and that rules on the held-out loss have held-out samples."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def open_data(config: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
 
 
 def _refuse_heldout_loss(config: RunConfig, samples: int) -> None:
-    """Refuse a rule that goes by the held-out loss, since there is no held-out sample."""
+    """Refuse a rule that depends on the held-out loss if there is no held-out sample."""
     early, kept = config.train.early_stop, config.checkpoint
     rules = {"train.early_stop": early is not None and early.metric, "checkpoint.keep_best": kept.keep_best and kept.keep_metric}
     for rule, metric in rules.items():
@@ -51,7 +51,7 @@ def _refuse_heldout_loss(config: RunConfig, samples: int) -> None:
 
 
 def _check_ends(dataset: Dataset, sets: Mapping[str, Dataset]) -> None:
-    """Refuse data whose documents can't be kept apart, since their end is not known or not the same everywhere."""
+    """Refuse data whose documents can't be kept apart, because their end token is unknown or differs between sources."""
     end = dataset.end_token
     if end is None:
         raise RunRefused("data.document_mask = true: the end of a document is not known, or differs by source; set data.end_token")
@@ -65,7 +65,7 @@ def _check_ends(dataset: Dataset, sets: Mapping[str, Dataset]) -> None:
 
 
 def check_tokenizer(given: str, folder: HfFolder) -> None:
-    """Refuse a tokenizer whose tokens the model lacks, or mean something else to its weights."""
+    """Refuse a tokenizer with tokens that the model lacks, or that mean other tokens to the model's weights."""
     from vescale_ray.data.encoders import id_count, load_tokenizer
 
     tokenizer, digest = load_tokenizer(given)
@@ -81,7 +81,7 @@ def check_tokenizer(given: str, folder: HfFolder) -> None:
 
 
 def check_some_tokens(datasets: Iterable[Any]) -> None:
-    """Refuse files of token ids that do not fit the vocabulary, by a few of their blocks. Text has been read already."""
+    """Refuse files of token ids that do not fit the vocabulary. A few blocks of each file are read; text was read before."""
     from vescale_ray.data.block_dataset import BlockDataset
 
     for dataset in datasets:
@@ -94,7 +94,7 @@ def check_some_tokens(datasets: Iterable[Any]) -> None:
 
 
 def refuse_bytes(hf: str) -> None:
-    """Refuse text as bytes if the model has weights, which were trained with other tokens."""
+    """Refuse text as bytes for a model with weights, because these were trained with other tokens."""
     from vescale_ray.models.hf import open_folder
 
     if open_folder(hf).has_weights:

@@ -1,4 +1,4 @@
-"""Warnings of data that a run can train on, but that is hardly what is meant."""
+"""Warnings of data that a run can train on, but that is probably a mistake."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def warnings_of(dataset: Any, sets: Mapping[str, Any], config: RunConfig) -> Ite
 
 
 def scarce(dataset: Any, config: RunConfig) -> Iterator[str]:
-    """Warn of data that is too little for a step, or to hold out a sample."""
+    """Warn of data that is too little for one step, or for a held-out sample."""
     data, samples = config.data, dataset.num_samples
     if samples < config.global_batch:
         yield (
@@ -44,7 +44,7 @@ def scarce(dataset: Any, config: RunConfig) -> Iterator[str]:
 
 
 def left_out(dataset: Any) -> Iterator[str]:
-    """Warn of texts that are null, and of rows that are left out since they have no answer."""
+    """Warn of null texts, and of rows that are left out because they have no answer."""
     for name, source in _sources(dataset).items():
         told = source.describe()
         if nulls := told.get("documents_without_text"):
@@ -55,7 +55,7 @@ def left_out(dataset: Any) -> Iterator[str]:
 
 
 def endless(dataset: Any) -> Iterator[str]:
-    """Warn of answers without an end, from which a model learns to go on for ever."""
+    """Warn of answers without an end token. A model learns from them to go on for ever."""
     for name, source in _sources(dataset).items():
         if source.describe().get("answers_with_end") == 0:
             yield (
@@ -65,7 +65,7 @@ def endless(dataset: Any) -> Iterator[str]:
 
 
 def foreign_tokens(dataset: Any, tokenizer: str | None) -> Iterator[str]:
-    """Warn of files that ``data prepare`` has made with another tokenizer than the run's."""
+    """Warn of files that ``data prepare`` has made with a tokenizer other than the run's."""
     from vescale_ray.data.encoders import load_tokenizer
     from vescale_ray.data.preparation import tokenizer_of
 
@@ -79,7 +79,7 @@ def foreign_tokens(dataset: Any, tokenizer: str | None) -> Iterator[str]:
 
 
 def other_purposes(dataset: Any, sets: Mapping[str, Any]) -> Iterator[str]:
-    """Warn of training data that is there for something else: files of other splits, evaluation sets, and tokens that do not count."""
+    """Warn of training data that has another purpose: files of other splits, evaluation sets, and tokens that do not count."""
     trained = _sources(dataset)
     for name, source in trained.items():
         files = _files(source)
@@ -99,12 +99,12 @@ def other_purposes(dataset: Any, sets: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _split_of(name: str) -> str | None:
-    """The split of a file by its name. One that names train, as train-test-split.jsonl, is of that one."""
+    """Return the split that a file's name states. A name with ``train`` in it, such as train-test-split.jsonl, states train."""
     return next((split for split, pattern in _SPLITS.items() if pattern.search(name)), None)
 
 
 def unread_keys(dataset: Any, sets: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
-    """Warn of keys of ``data`` that none of its files needs."""
+    """Warn of keys of ``data`` that have no effect on any of the files."""
     from vescale_ray.data.document_files import ArrowFile, JsonLinesFile, ParquetFile
     from vescale_ray.data.token_files import FlatFile
 
@@ -116,7 +116,7 @@ def unread_keys(dataset: Any, sets: Mapping[str, Any], config: RunConfig) -> Ite
 
 
 def _files(source: Any) -> Sequence[Any]:
-    """The files of a source that is read in blocks. Text in memory has none."""
+    """Return the files of a source that is read in blocks. Text in memory has none."""
     from vescale_ray.data.block_dataset import BlockDataset
 
     return source.files if isinstance(source, BlockDataset) else ()

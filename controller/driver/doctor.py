@@ -119,7 +119,7 @@ def gpus() -> Finding:
 
 
 def network() -> Finding:
-    """The interface that the ranks would talk over."""
+    """Check the network interface over which the ranks will communicate."""
     there = {name for _, name in socket.if_nameindex()}
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         wanted = os.environ.get(variable)
@@ -145,7 +145,9 @@ def network() -> Finding:
 
 
 def shared_memory(path: str = "/dev/shm") -> Finding:
-    """Free shared memory, for Ray's objects and NCCL's rings between a node's GPUs. A container has 64 MiB by default."""
+    """Check the free shared memory, which Ray's objects and NCCL's rings between a node's GPUs use. A container has 64 MiB by
+    default.
+    """
     try:
         free = shutil.disk_usage(path).free
     except OSError as error:
@@ -180,7 +182,7 @@ def locked_memory() -> Finding:
 
 
 class _Timex(ctypes.Structure):
-    """``struct timex`` of adjtimex(2). ``rest`` is room for the fields that are not read here."""
+    """``struct timex`` of adjtimex(2). ``rest`` covers the fields that are not read here."""
 
     _fields_: ClassVar = [
         ("modes", ctypes.c_uint),
@@ -195,7 +197,7 @@ UNSYNCHRONISED = 5
 
 
 def clock() -> Finding:
-    """Check whether this machine's clock is synchronised, according to the kernel. (:func:`ray_cluster` compares the nodes' clocks.)"""
+    """Check whether this machine's clock is synchronised, according to the kernel. :func:`ray_cluster` compares the nodes' clocks."""
     try:
         state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(told := _Timex()))
     except (OSError, AttributeError):
@@ -209,7 +211,7 @@ def clock() -> Finding:
 
 
 def run_folder(config: RunConfig) -> Finding:
-    """Check whether the run's folder can be written and locked, and how much room it has."""
+    """Check whether the run's folder can be written and locked, and how many bytes are free there."""
     folder = config.run_folder
     if (reason := goes_with(folder)) is not None:
         return Finding("run folder", "fail", f"{folder} lies in {reason}", f"set run.dir: {REMEDY}")
@@ -367,7 +369,9 @@ def ray_cluster(address: str | None, wait_s: float = RAY_S) -> Finding:
 
 
 def _cluster(address: str, told: dict[str, Any]) -> Finding:
-    """The finding from a probe's answer. Its ``apart``: by node that answered, seconds by which its clock is ahead of this machine's."""
+    """Make the finding from a probe's answer. ``apart`` in the answer: for each node, the seconds by which its clock is ahead of this
+    machine's.
+    """
     have, apart = told["resources"], told["apart"]
     text = f"{address}: {told['nodes']} nodes, {have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs, Ray {told['version']}"
     mute = told["asked"] - len(apart)

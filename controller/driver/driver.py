@@ -204,7 +204,7 @@ class _Signals:
 
 
 class _Lost(Exception):
-    """The controller is gone for good; the message is one line."""
+    """The controller is gone and will not return; the message is one line."""
 
 
 class _Attempt:
@@ -434,7 +434,7 @@ def _succeeded(ref: Any) -> bool:
 
 
 def _nothing_to_do(config: RunConfig, folder: RunFolder, ready: Preflight) -> RunResult:
-    """The result of a run whose steps were all done before."""
+    """Return the result of a run whose steps were all completed before."""
     source = ready.source
     record = {"run": config.run.name, "state": "DONE", "step": source.step, "steps": config.train.steps, "checkpoint": source.path}
     _write_state(folder, {**(folder.read_state() or {}), **record})
@@ -442,19 +442,19 @@ def _nothing_to_do(config: RunConfig, folder: RunFolder, ready: Preflight) -> Ru
 
 
 def _was_to_stop(folder: RunFolder) -> bool:
-    """Return whether a stop of the run was requested, according to its last controller's durable state."""
+    """Return whether a stop of the run was requested, according to its last durable state."""
     state = _durable_state(folder)
     return state is not None and state.stop_reason is not None
 
 
 def _asked_for(folder: RunFolder, run_id: str) -> int:
-    """Number of workers that the last rescale command of this start asked for; 0: there was none."""
+    """Return the number of workers that the last rescale command of this start asked for; 0 if there was none."""
     state = _durable_state(folder)
     return state.requested if state is not None and state.run_id == run_id else 0
 
 
 def _durable_state(folder: RunFolder) -> DurableState | None:
-    """The last controller's state, if the folder has it and can be read."""
+    """Return the last controller's durable state, if the folder has it and it can be read."""
     from vescale_ray.controller.state.state_store import read_state
 
     try:

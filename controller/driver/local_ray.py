@@ -50,8 +50,11 @@ def address_of(config: RunConfig) -> str:
 
 
 def silence(address: str) -> str | None:
-    """Return why no process answers at ``host:port``, within :data:`KNOCK_S`; Ray's own client would try for many minutes. None if a
-    process listens there, or if only Ray can resolve the address (``auto``, for example)."""
+    """Return the reason why no process answers at ``host:port``, within :data:`KNOCK_S`.
+
+    Return None if a process listens there, or if only Ray can resolve the address, as with ``auto``. Ray's own client would try for many
+    minutes.
+    """
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdigit():
         return None
@@ -94,7 +97,7 @@ class Cluster:
 
     @property
     def own(self) -> bool:
-        """True: the cluster was started here."""
+        """True if the cluster was started here."""
         return self._folder is not None
 
     def close(self) -> list[int]:
@@ -257,6 +260,6 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _python_path() -> str:
-    """A ``PYTHONPATH`` with which the workers find this package, installed or not."""
+    """Return a ``PYTHONPATH`` with which the workers find this package, installed or not."""
     root = str(Path(version.__file__).resolve().parent.parent)
     return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

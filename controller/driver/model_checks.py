@@ -24,7 +24,7 @@ def _named(config: RunConfig) -> str:
 
 
 def check_model(model: Any, config: RunConfig) -> None:
-    """Make the checks of a model that leave it as it is."""
+    """Check a model without changing it."""
     check_causal(model, config)
     if config.data.document_mask:
         check_document_mask(model)
@@ -35,7 +35,9 @@ def check_model(model: Any, config: RunConfig) -> None:
 
 
 def check_causal(model: Any, config: RunConfig) -> None:
-    """Refuse a model of transformers that reads the tokens that it is to predict. The caller's own data set may have other targets."""
+    """Refuse a transformers model whose attention sees the tokens that it has to predict. The caller's own data set may have other
+    targets.
+    """
     from vescale_ray.models.hf import is_hf
     from vescale_ray.models.probes import causal_key
 
@@ -49,7 +51,7 @@ def check_causal(model: Any, config: RunConfig) -> None:
 
 
 def check_forward(model: Any, config: RunConfig) -> None:
-    """Refuse a model whose forward fails on the meta device, as its sizes do not fit each other."""
+    """Refuse a model whose forward fails on the meta device because its sizes do not fit each other."""
     from vescale_ray.models.hf import is_hf
     from vescale_ray.models.probes import forward_fault
 
@@ -72,7 +74,7 @@ def check_forward(model: Any, config: RunConfig) -> None:
 def check_selective(model: Any, config: RunConfig) -> None:
     """Refuse ``train.activation_checkpointing: selective`` for a model that changes kept results in place. The model is not used further.
 
-    If forward and backward can't run on the meta device, nothing is known, and the first step tells it.
+    If forward and backward can't run on the meta device, the check proves nothing, and a fault shows in the first step.
     """
     import torch
 
@@ -106,7 +108,9 @@ def check_document_mask(model: Any) -> None:
 
 
 def check_vocabulary(model: Any, config: RunConfig) -> None:
-    """Refuse a model of the user's whose embeddings have no row for some tokens. It would fail in a step, on a GPU without a reason."""
+    """Refuse a model whose embeddings have fewer rows than the data has token ids. It would fail in a step, on a GPU without a clear
+    error.
+    """
     rows = [int(module.num_embeddings) for module in model.modules() if hasattr(module, "num_embeddings")]
     vocab = config.data.vocab or VOCAB
     if rows and max(rows) < vocab:
@@ -119,7 +123,7 @@ def check_vocabulary(model: Any, config: RunConfig) -> None:
 def check_factory(model: Any, config: RunConfig) -> None:
     """Refuse a model of ``model.factory`` that trains nothing, or whose forward does not return logits of all tokens.
 
-    The forward runs on the meta device. If it can't, as it reads values, nothing is known.
+    The forward runs on the meta device. If it can't run there because it reads values, the check proves nothing.
     """
     import torch
 
@@ -148,7 +152,7 @@ def check_factory(model: Any, config: RunConfig) -> None:
 def check_loss(path: str, function: Callable[[Any, Tensor], Any], vocab: int) -> None:
     """Refuse a loss function that does not return one sum over the targets, by a call with random logits.
 
-    If the function takes another output than logits, nothing is known.
+    If the function takes an output other than logits, the check proves nothing.
     """
     import torch
 

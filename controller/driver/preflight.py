@@ -87,7 +87,7 @@ class Preflight:
 
 
 def foresee(config: RunConfig) -> Foreseen:
-    """Make the checks that create nothing: folders that do not last, addresses, text, model.
+    """Make the checks that create nothing: on folders that do not last, addresses, text and model.
 
     Raises:
         BadInput: with one line, for the first thing that is wrong.
@@ -152,8 +152,10 @@ def check(config: RunConfig, foreseen: Foreseen | None = None, oldest: int | Non
 
 
 def _lasting(config: RunConfig) -> Iterator[str]:
-    """Warn of folders that other nodes don't see. Raises BadInput for folders that are lost with the job, and for a URL as the run's
-    folder."""
+    """Warn of folders that other nodes don't see.
+
+    Raises BadInput for folders that are lost with the job, and for a URL as the run's folder.
+    """
     if "://" in config.run.dir:
         raise RunRefused(f"run.dir = {config.run.dir}: run folders are no URLs; {REMEDY}, and the URL as checkpoint.dir")
     check_lasting(f"run.dir = {config.run.dir}", config.run_folder)
@@ -275,7 +277,7 @@ def _check_loggers(config: RunConfig) -> None:
 
 
 def _expected(config: RunConfig) -> dict[str, _Expected]:
-    """Shape and optimizer states of each parameter of the state, from a model on the meta device, which takes no memory."""
+    """Return the shape and the optimizer states of each parameter, from a model on the meta device, which takes no memory."""
     from vescale_ray.models.lora import is_adapter
     from vescale_ray.models.unit_selection import select_units
     from vescale_ray.optim import OptimizerConfig, route_parameters

@@ -1,4 +1,4 @@
-"""Choice of the checkpoint that a run resumes from when it starts, and what has changed since it was saved."""
+"""The choice of the checkpoint from which a run resumes at its start, and the settings that have changed since it was saved."""
 
 from __future__ import annotations
 
@@ -51,8 +51,10 @@ def choose_commit(config: RunConfig, commits: Sequence[Commit]) -> tuple[Commit 
 
 
 def check_same_stream(opened: Checkpoint, stream: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint with another text, seed or batch. Its position in the stream would mean other samples: some would be lost, and
-    some used twice."""
+    """Refuse a checkpoint of another text, seed or batch.
+
+    Its position in the stream would mean other samples, so some would be lost, and some used twice.
+    """
     stored = opened.meta.get("stream") or {}
     for key, value in stream.items():
         if key in stored and stored[key] != value:
@@ -64,8 +66,10 @@ def check_same_stream(opened: Checkpoint, stream: Mapping[str, Any]) -> None:
 
 
 def check_same_base(opened: Checkpoint, config: RunConfig) -> None:
-    """Refuse adapters that were trained on other weights than those of ``model.hf``. The workers check a damaged checkpoint, since they go
-    on from an older one."""
+    """Refuse adapters that were trained on weights other than those of ``model.hf``.
+
+    A damaged checkpoint passes here. The workers go on from an older one, and check that one.
+    """
     from vescale_ray import checkpoint
     from vescale_ray.workers.initial_values import base_of, other_base
 
@@ -84,7 +88,7 @@ def _hashes(*values: Any) -> bool:
 
 
 def changes_since(opened: Checkpoint, config: RunConfig) -> Iterator[str]:
-    """Yield a warning for each setting that gives the saved weights another meaning, though their shapes fit."""
+    """Yield a warning for each changed setting that gives the saved weights another meaning although their shapes fit."""
     stored = (opened.meta.get("config") or {}).get("model") or {}
     given = config.model.model_dump(mode="json")
     sort = "hf" if config.model.hf else "factory" if config.model.factory else "llama"
@@ -103,7 +107,7 @@ def _at(tree: Mapping[str, Any], path: str) -> Any:
 
 
 def _changes(config: RunConfig) -> list[tuple[str, Any, Any]]:
-    """The settings of a model's config.json that differ from those in the run's folder, where the last start has left a copy."""
+    """Return the settings of a model's config.json that differ from the copy in the run's folder, which the last start has made."""
     from vescale_ray.models.hf import CONFIG
     from vescale_ray.runfolder import RunFolder
 

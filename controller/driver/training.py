@@ -33,7 +33,7 @@ Factory = Callable[..., Any]
 
 
 class RunFailed(RuntimeError):
-    """The run began and failed; the message is one line with the reason and how to resume."""
+    """The run began and failed. The message is one line with the reason, and how to resume."""
 
 
 @dataclass(frozen=True)

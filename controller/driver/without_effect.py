@@ -1,4 +1,4 @@
-"""Warnings of settings that a run does not use, or that hardly do what they are meant to."""
+"""Warnings of settings that a run does not use, or that probably do not have the intended effect."""
 
 from __future__ import annotations
 

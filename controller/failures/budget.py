@@ -92,8 +92,11 @@ class Budget:
         return replace(self, crashes=0, nodes=0, controllers=0, high=step, errors=()) if step > self.high else self
 
     def failed(self, causes: Collection[Cause], errors: Sequence[str]) -> Budget:
-        """The budget after one failure with these causes. Each cause counts once, however many workers were lost. A crash together with the
-        loss of a node counts as a crash; the loss of a node alone does not."""
+        """Return the budget after one failure with these causes.
+
+        Each cause counts once, however many workers were lost. A crash together with the loss of a node counts as a crash; the loss of a
+        node alone does not.
+        """
         total = {cause: self.total.get(cause, 0) + (cause in causes) for cause in Cause}
         crash = not CRASHES.isdisjoint(causes)
         return replace(

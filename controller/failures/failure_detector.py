@@ -44,8 +44,10 @@ class FailureDetector:
     # --------------------------------------------------------------------------------------------------------------- news
 
     def adopt(self, world: World, last_s: float | None, paces: Collection[tuple[int, float]]) -> None:
-        """Begin to watch a generation that an earlier life of the controller launched. Without the durations of its steps, only the
-        collectives' timeout would find a worker that hangs already."""
+        """Begin to watch a generation that an earlier life of the controller launched.
+
+        The durations of its steps are passed on. Without them, a worker that hangs already would be found only by the collectives' timeout.
+        """
         self.inherited = world.ticket
         self.hangs.expect(last_s or 0.0, paces)
         self.hangs.begin(world.ticket, world.size)

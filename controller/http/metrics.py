@@ -120,8 +120,10 @@ class Scrapes:
                 self._awaited.discard(client)
 
     def final_scrape(self, now: float) -> tuple[float, int]:
-        """Seconds until every regular client should have scraped once more, with half an interval to spare (0: there is none); and 1 if all
-        have, else 0. The first call marks the end of the run."""
+        """Return the seconds until every regular client should have scraped once more, and 1 if all have, else 0.
+
+        Half an interval is added to the seconds; 0 means that there is no regular client. The first call marks the end of the run.
+        """
         with self._lock:
             due = {client: seconds for client, visits in self._visits.items() if (seconds := _due(visits, now)) is not None}
             if self._awaited is None:

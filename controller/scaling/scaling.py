@@ -82,7 +82,7 @@ class Scaling:
         self.hire_failures.clear()
 
     def lost(self, worker: str, reason: str, *, warm: bool, joined: bool) -> None:
-        """Note the loss of a worker. ``joined``: it was a member, or a leaver."""
+        """Note the loss of a worker. ``joined``: the worker was a member, or a leaver."""
         if not warm:
             self._hire_failed(reason)
         elif not joined:
@@ -93,7 +93,7 @@ class Scaling:
         return self.stragglers.stepped(record, stats, time.monotonic())
 
     def taken(self, ask: actions.Ask) -> None:
-        """Take note that a member has taken a request to its generation, so that the request is not repeated."""
+        """Note that a member has accepted a request to its generation, so that the request is not repeated."""
         if ask.flags != CHECKPOINT:
             self.asked, self._put_off = ask.world.ticket, None
         elif ask.auto:
@@ -215,8 +215,10 @@ class Scaling:
         return [actions.Hire(avoid)] * count
 
     def _admitted(self, ready: list[str], world: World, seen: Observations) -> tuple[list[str], list[Action]]:
-        """The workers of ``ready`` that are connected to the members in both directions. A worker that is not would stop them all: it is
-        dismissed, and its node is avoided for a while."""
+        """Return the workers of ``ready`` that are connected to the members in both directions.
+
+        Any other worker would stop all of them. It is dismissed, and its node is avoided for a while.
+        """
         if not ready:
             self._let_in = self.untried = frozenset()
             return [], []
@@ -288,7 +290,7 @@ class Scaling:
         return [*do, actions.Ask(world, CHECKPOINT, auto=True)] if self._cadence.due(seen.now, seen.saving) else do
 
     def _cannot_grow(self, world: World, outside: list[str], target: int, reason: str, seen: Observations) -> list[Action]:
-        """If hired workers do not come, lower the target to the workers that do."""
+        """If hired workers do not come, lower the target to the members and the hired workers that have come."""
         workers = seen.workers
         late = self._late(seen, growing=reason == "growth")
         if max(len(self.hire_failures), len(self.refusals), len(self.fleeting)) > self._config.elastic.max_recoveries_without_progress:

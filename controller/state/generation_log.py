@@ -54,7 +54,7 @@ class GenerationLog:
 
     @property
     def all_filled(self) -> bool:
-        """True: every member of the generation has its state."""
+        """True if every member of the generation has its state."""
         return self.world is not None and not self._unfilled
 
     def worker_started(self, info: WorkerInfo) -> None:

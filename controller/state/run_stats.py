@@ -86,7 +86,7 @@ class RunStats:
 
     @property
     def has_stepped(self) -> bool:
-        """True: the newest generation has completed a step."""
+        """True if the newest generation has completed a step."""
         return self.generation > 0 and self.steps.last.get("generation") == self.generation
 
     @property
@@ -100,14 +100,17 @@ class RunStats:
         return self.checkpoints.ended.get(step) if found is None else found
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """Metrics of the state after ``step`` steps, for its checkpoint: ``loss``, and of the newest evaluation that is not later
-        ``heldout_loss`` and the like of each set. Values that are not finite are left out."""
+        """Return the metrics to record in the checkpoint of ``step``: ``loss``, and the loss of each evaluation set, such as
+        ``heldout_loss``.
+
+        The evaluation is the newest one up to ``step``. Values that are not finite are left out.
+        """
         evaluated = self.evaluations.get(max((one for one in self.evaluations if one <= step), default=-1), {})
         found = {"loss": self.steps.loss(step), **{f"{name}_loss": figures["loss"] for name, figures in evaluated.items()}}
         return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
 
     def goodput_at(self, now: float) -> Goodput:
-        """The accounts. If it is certain that no step is under way, they include the time until ``now``."""
+        """Return the accounts. If certainly no step is under way, they include the time until ``now``."""
         accounts = replace(self.goodput, lost=dict(self.goodput.lost))
         # A generation that has completed a step is in a step until the next one forms. Before its first step, RUNNING means that its
         # members have their state.
@@ -132,7 +135,9 @@ class RunStats:
         self.step = int(line["step"])
 
     def _resume(self, line: Line) -> bool:
-        """Replace the totals by those in a metrics line; whether it has any that can be read. If not, nothing changes."""
+        """Replace the totals by those that a metrics line carries. Return False, and change nothing, if the line has none that can be
+        read.
+        """
         try:
             goodput = Goodput.from_json(line[SO_FAR]["goodput"])
             self.steps.resume(line)
@@ -230,7 +235,7 @@ class RunStats:
 
     @property
     def _change(self) -> Loss:
-        """The cause to which time between two generations is lost."""
+        """Return the cause to which time between two generations is lost."""
         return Loss.FAILURE if self.rescale is None or self.rescale.reason == "failure" else Loss.RESCALE
 
 

@@ -98,7 +98,9 @@ class StateWriter:
 
 
 def read_state(folder: str | os.PathLike[str]) -> DurableState | None:
-    """The state in a run's folder. A damaged file, or one of another version, counts as none, with a warning in the log.
+    """Return the durable state in a run's folder; None if there is none.
+
+    A file that is damaged or has another version is logged as a warning, and counts as none.
 
     Raises:
         OSError: the folder can't be read.

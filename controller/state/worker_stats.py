@@ -83,12 +83,14 @@ class WorkerStats:
         return {op: round(max(0.0, seconds) / len(self._usage), 6) for op, seconds in self._waiting.items()}
 
     def mean_seconds(self) -> float | None:
-        """Mean seconds of the steps that :meth:`mean_waited` covers. When a rank is the first to report a step, the others' values are
-        still those of the step before. None if no rank has reported."""
+        """Return the mean seconds of the steps that :meth:`mean_waited` covers; None if no rank has reported.
+
+        When the first rank reports a step, the values of the other ranks are still those of the step before.
+        """
         return round(self._stepping / len(self._seconds), 6) if self._seconds else None
 
     def largest_memory(self) -> dict[str, int]:
-        """Bytes by kind, of the rank that has the most of it."""
+        """Return the bytes by kind of the rank with the most memory."""
         if self._largest is None:
             by_kind = self._by_kind({rank: usage.memory for rank, usage in self._usage.items()})
             self._largest = {kind: max(values.values()) for kind, values in by_kind.items()}

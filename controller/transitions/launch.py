@@ -46,8 +46,9 @@ def orders_of(world: World, givers: Sequence[str], store: tuple[str, int], run_i
 
 
 def evaluation_due(step: int, config: RunConfig, spec: RunSpec, evaluated: Collection[int]) -> bool:
-    """Return whether to evaluate the state of ``step`` before the next step: at the first step, or if the losses were lost with a
-    worker.
+    """Return whether to evaluate the state of ``step`` before the next step.
+
+    This is so at the first step, and if the losses of the evaluation were lost with a worker.
 
     Args:
         evaluated: steps whose losses are known. If the run began from a checkpoint, those of that step were computed before the checkpoint

@@ -72,8 +72,10 @@ class Recovery:
         return waiting, [actions.Note({}, write=True), *_note_waiting(True, seen), *hires]  # the wait may take minutes
 
     def _standbys(self, state: states.Recovering, members: int, seen: Observations) -> Step | None:
-        """Hire for the places of lost workers, and wait for the hired workers that were standbys; None if there is nothing to wait for.
-        Without standbys, the generation that follows hires."""
+        """Hire workers for the places of lost ones, and wait for those that were standbys; None if there is nothing to wait for.
+
+        Without standbys, the next generation hires.
+        """
         elastic, workers = self._config.elastic, seen.workers
         missing = seen.durable.target - members
         if not (elastic.standby and elastic.replace_lost and state.ended.lost) or state.waited or missing <= 0:
@@ -83,7 +85,7 @@ class Recovery:
         return (state, []) if state.until is not None and workers.arriving and seen.now < state.until else None
 
     def _ready(self, ended: Ending, seen: Observations) -> list[str]:
-        """Warm workers that may join, preferred ones first. One that was to leave after a move that has failed can join like any other."""
+        """Return warm workers that may join, preferred ones first. A worker whose move of shards as a leaver has failed may join, too."""
         silent, living = seen.workers.silent(SILENT_S), frozenset(ended.living)
         # A joiner that is stopped, or does not reach the others, would hold up all of them.
         ready = [w for w in seen.workers.ready() if w not in living]
@@ -162,7 +164,9 @@ class Recovery:
         return replace(state, hire=0), [actions.Hire(self._avoided(state, seen))] * state.hire
 
     def _avoided(self, state: states.Waiting, seen: Observations) -> frozenset[str]:
-        """Nodes to hire no worker on. If no other node has had a place for a while, one that was cut off may be used again."""
+        """Return the nodes to hire no worker on. If no other node has had a place for a while, a node that was cut off may be used
+        again.
+        """
         return seen.avoided if seen.now - state.since < PLACE_S else frozenset(seen.draining)
 
 

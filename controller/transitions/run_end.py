@@ -27,8 +27,11 @@ class RunEnd:
         return states.Checkpointing(ended, Goal.STOP, seen.holders(ended)), [actions.Wish(None), actions.Enter(RunState.STOPPING)]
 
     def give_up(self, ended: Ending, error: str, seen: Observations, refused: bool = False, save: bool = True) -> Step:
-        """Begin to end a run that has failed. The survivors' state is saved if it is newer than the newest checkpoint, unless it is of no
-        use (``save=False``). ``refused``: the user's input caused the failure."""
+        """Begin to end a run that has failed.
+
+        If the survivors' state is newer than the newest checkpoint, it is saved, unless it is of no use (``save=False``). ``refused``: the
+        user's input caused the failure.
+        """
         if not save:
             return states.Concluding(error=error, hint=True), [actions.Wish(None)]
         return states.Checkpointing(ended, Goal.FAILURE, seen.holders(ended), error, refused), [actions.Wish(None)]

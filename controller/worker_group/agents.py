@@ -36,7 +36,7 @@ class Agents:
         self._gone: dict[str, float] = {}
 
     def have(self, node: str) -> None:
-        """Have an agent on ``node``."""
+        """Ensure that ``node`` has an agent."""
         with self._lock:
             self._have(node)
 

@@ -85,7 +85,7 @@ class Member:
 
     @property
     def waits_for_poll(self) -> bool:
-        """True: a poll is to be sent, at ``next_poll``."""
+        """True if a poll is to be sent, at ``next_poll``."""
         return self.info is not None and self.poll is None and self.verdict is None
 
     def send_poll(self, now: float, awake: float) -> None:

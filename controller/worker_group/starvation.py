@@ -20,11 +20,11 @@ LOOKS = 8
 
 
 def excused(members: Mapping[str, Member], workers: Collection[str], starved: Any, call_s: float) -> dict[str, float]:
-    """Return those of ``workers`` that owe an answer because their machine is overloaded, each with the seconds of silence that this call
-    excuses. They come on top of those from earlier calls since its last report.
+    """Return the workers that are silent because their machine is overloaded, each with the newly excused seconds of silence.
 
-    A worker is excused for the time in which its training thread got no processor. For the threads that answer, it is excused for a
-    multiple of the lateness of others on its machine: its other workers, and the agent that answers this call.
+    These seconds add to those that earlier calls have excused since the worker's last report. A worker is excused for the time in which its
+    training thread got no processor. Its answering threads are excused for a multiple of the lateness of the other workers on the machine,
+    and of the agent that answers this call.
 
     Args:
         starved: the supervisor's method that asks a node.

@@ -198,7 +198,7 @@ class Supervisor:
 
     @ray.method(concurrency_group="places")
     def wish(self, count: int, avoid: Collection[str]) -> Places:
-        """Keep ``count`` wishes, none of them on the nodes to ``avoid``, and return the state of all groups.
+        """Keep ``count`` wishes (placement groups without a worker), on none of the nodes to ``avoid``. Return the state of all groups.
 
         Surplus wishes are removed; wishes that Ray has not placed go first.
         """
@@ -233,12 +233,12 @@ class Supervisor:
 
     @ray.method(concurrency_group="state")
     def keep(self, state: str) -> None:
-        """Keep the controller's durable state."""
+        """Keep the controller's durable state for a restarted controller."""
         self._state = state
 
     @ray.method(concurrency_group="state")
     def kept(self) -> str | None:
-        """The durable state that was kept last; None: there is none."""
+        """Return the durable state that was kept last; None if there is none."""
         return self._state
 
     def roster(self, epoch: int = 0) -> dict[str, Any]:
@@ -311,8 +311,12 @@ class Supervisor:
         return None if told is None else list(told)
 
     def station(self, worker: str, node: str) -> None:
-        """Have an agent on ``node``, where ``worker`` is, unless it is the supervisor's own. The agent ends with the last worker there. For
-        Ray, a node with any process is in use: its autoscaler would never end it, and a draining node would stay until its deadline."""
+        """Keep an agent on ``node``, where ``worker`` is, unless it is the supervisor's own node. The agent ends with the last worker
+        there.
+
+        Ray counts a node with any process as in use. If the agent stayed, Ray's autoscaler would never end the node, and a draining node
+        would stay until its deadline.
+        """
         with self._lock:
             child = self._children.get(worker)
             if child is not None:

@@ -117,8 +117,10 @@ class WorkerGroup:
         return [w for w in self.warming() if self.members[w].avoid.difference(avoided)]
 
     def adopt(self, known: Mapping[str, WorkerInfo]) -> None:
-        """Take over the workers that an earlier controller had hired. ``known``: those that were warm then, because a worker that is
-        stopped by now can't report it."""
+        """Take over the workers that an earlier controller had hired.
+
+        ``known``: the workers that were warm then. A worker that is stopped by now can't report that itself.
+        """
         for worker, handle in self._ask_supervisor("roster", self._epoch).items():
             self._enroll(worker, handle, known.get(worker), frozenset() if worker in known else UNTOLD)
 
@@ -158,8 +160,8 @@ class WorkerGroup:
         """Count ``worker``, which could not be ended, and all silent workers of its node as lost, because the node does not answer. Ray
         reports their loss many seconds later, and the next generation would wait for them.
 
-        ``time.monotonic`` is enough to measure the silence here. Answers that came while this process waited for the node are looked
-        for."""
+        Answers that came while this process waited for the node are looked for, so ``time.monotonic`` suffices to measure the silence.
+        """
         quiet = time.monotonic() - SILENT_S - POLL_WAIT_S
         for other, member in self.members.items():
             there = member.info is not None and member.info.node == node
@@ -249,7 +251,7 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------------------------ orders
 
     def order(self, orders: Mapping[str, Order]) -> dict[str, str]:
-        """Give each worker its order, all at once. Returns the workers that did not take theirs, each with the reason."""
+        """Give each worker its order, all at once. Returns the workers that did not accept theirs, each with the reason."""
         refs = {w: self.members[w].handle.give_order.remote(order) for w, order in orders.items() if w in self.members}
         refused = self._tell(refs, min(ORDER_S, self._call_s))
         for worker in orders.keys() & self.members.keys():
@@ -257,7 +259,8 @@ class WorkerGroup:
         return refused
 
     def ask(self, workers: Sequence[str], ticket: Ticket, flags: int) -> bool:
-        """Have one of ``workers`` carry ``flags`` into the next step, where all ranks see them; False if none has taken them.
+        """Have one of ``workers`` carry ``flags`` into the next step, where all ranks see them. Returns False if no worker has accepted
+        them.
 
         Tries two workers, for :data:`ASK_S` each. Those that owe no answer come first, because a stopped worker would not answer.
         """
@@ -281,7 +284,7 @@ class WorkerGroup:
 
     @property
     def asking_outline(self) -> bool:
-        """True: a worker owes an answer to :meth:`ask_outline`."""
+        """True if a worker owes an answer to :meth:`ask_outline`."""
         return any(member.outline is not None for member in self.members.values())
 
     def ask_reachability(self, asked: Mapping[str, Collection[str]], wait_s: float) -> Reaching:

@@ -14,7 +14,7 @@ from vescale_ray.config.sections import ConfigError
 
 
 def describe(error: ErrorDetails, beside: Sequence[str] = ()) -> str:
-    """Return one line for one of pydantic's errors. ``beside``: the keys that are known where an unknown one is."""
+    """Return one line for one of pydantic's errors. ``beside``: the known keys of the section that has an unknown key."""
     inner = (error.get("ctx") or {}).get("error")
     if isinstance(inner, ConfigError):
         return str(inner)

@@ -41,11 +41,12 @@ class RankGrid:
 
 
 def grid_of(sharding: ShardingSettings | None, experts: int, workers: int) -> RankGrid:
-    """Return the grid of at most ``workers`` ranks. Too few workers for a shard group, or to share the experts, are one smaller group.
+    """Return the grid of at most ``workers`` ranks. If they are too few for a shard group, or to share the experts, they form one smaller
+    group.
 
     Args:
-        experts: ``train.expert_parallel``. It is the grid's if the workers suffice. A smaller group uses the largest number that divides
-            both it and the group.
+        experts: ``train.expert_parallel``. The grid uses this number if there are enough workers. A smaller group uses the largest number
+            that divides both ``experts`` and the group's size.
     """
     if sharding is not None and workers >= sharding.shard_group:
         replicas, shards = workers // sharding.shard_group, sharding.shard_group

@@ -61,7 +61,7 @@ def nested(field: FieldInfo | None) -> type[BaseModel] | None:
 
 
 def _beside(place: Sequence[int | str], known: Mapping[str, FieldInfo]) -> list[str]:
-    """The keys beside ``place``, if that is in a key that holds keys of its own."""
+    """Return the keys beside ``place``, if a key such as ``metrics.wandb`` contains them; else an empty list."""
     holder = nested(known.get(".".join(map(str, place[:2]))))
     return list(holder.model_fields) if holder is not None else []
 
@@ -203,8 +203,11 @@ def _wrong_keys(tree: Mapping[str, Any], known: Mapping[str, FieldInfo]) -> Iter
 
 
 def _unknown(key: str, known: Mapping[str, FieldInfo]) -> str:
-    """Return one line for an unknown key, with the one that other trainers call so, or the nearest: by its last word here or elsewhere, or
-    as a whole."""
+    """Return one line for an unknown key, with the known key that is probably meant.
+
+    That is our name for a key of another trainer, or the nearest key. Keys are compared by their last word, in this section and in others,
+    and as a whole.
+    """
     section, _, leaf = key.rpartition(".")
     holder = ".".join(key.split(".")[:2])
     if holder in known and holder != key:

@@ -101,7 +101,7 @@ class RunConfig(Section):
 
     @property
     def watches_room(self) -> bool:
-        """True: the run uses capacity that it has not requested: it grows by itself, or keeps spares."""
+        """True if the run uses capacity that it has not requested: it grows by itself, or keeps spares."""
         return self.elastic.grow or self.elastic.spares > 0
 
     @property
@@ -217,7 +217,9 @@ def _misfits_of_sharding(c: RunConfig) -> Iterator[str]:
 
 
 def _misfits_of_experts(c: RunConfig) -> Iterator[str]:
-    """Yield an error for each option that excludes ``train.expert_parallel``. Whether it divides the experts, the model tells."""
+    """Yield an error for each option that excludes ``train.expert_parallel``. Whether the number divides the experts is checked with the
+    model.
+    """
     key = f"train.expert_parallel = {c.train.expert_parallel}"
     if c.train.expert_parallel == 1:
         return

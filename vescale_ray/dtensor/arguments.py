@@ -49,7 +49,7 @@ def whole_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 def checked_spec(
     local_tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: Sequence[int] | None
 ) -> DTensorSpec:
-    """The spec for :meth:`RaggedDTensor.from_local`, after its checks; raises its ValueError."""
+    """Return the spec for :meth:`RaggedDTensor.from_local`. Raises ValueError if an argument fails that method's checks."""
     if isinstance(local_tensor, DTensor):
         raise ValueError(f"local_tensor is a {type(local_tensor).__name__}: give the plain local part")
     spec = make_spec(device_mesh, placements, shape, local_tensor.dtype)
@@ -67,7 +67,10 @@ def checked_spec(
 
 
 def compare_with_others(mesh: DeviceMesh, mine: tuple[Any, ...], fault: ValueError | None) -> None:
-    """Raise on every rank of the mesh if one has a fault (the last of ``mine``) or other values. One small gather per dimension."""
+    """Raise on every rank of the mesh if one rank has a fault, the last of ``mine``, or if the ranks have different values.
+
+    One small gather per mesh dimension.
+    """
     me = tuple(mesh.get_coordinate() or ())
     known: dict[tuple[int, ...], Any] = {me: mine}
     for dim in range(mesh.ndim):

@@ -37,7 +37,7 @@ class Classes:
 
 
 def made(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
-    """``local`` as the tensor that ``spec`` describes: a RaggedDTensor for ragged placements, else a DerivedDTensor."""
+    """Return the tensor that ``spec`` describes around ``local``: a RaggedDTensor for ragged placements, else a DerivedDTensor."""
     cls = Classes.other if ragged_mesh_dim(spec.placements) is None else Classes.ragged
     return wrap(cls, local, spec, requires_grad)
 
@@ -187,7 +187,7 @@ class RaggedAwareDTensor(DTensor):
         return whole_of(cast(DTensor, self.detach())).tolist()
 
     def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise: the memory belongs to the local tensor. Export as an array asks for this, and safetensors for :meth:`storage`."""
+        """Raise an error, since the local tensor owns the memory. Exports to arrays call this method, and safetensors calls ``storage``."""
         raise RuntimeError(
             f"a {type(self).__name__} of shape {tuple(self.shape)} has no memory of its own to export or save: use its to_local(), or "
             f"full_tensor(), taken on every rank; load_state_dict() on every rank loads whole tensors into a sharded module"

@@ -237,10 +237,7 @@ def _is_norm(value: DTensor) -> bool:
 
 
 def _settle(value: Any) -> Any:
-    """A derived DTensor, or torch's own, as torch's own with nothing pending. It shares memory if nothing was pending.
-
-    For example, the norm of a parameter with ``Shard`` placements is torch's. Other values are returned unchanged.
-    """
+    """Return a derived or plain DTensor as torch's DTensor with nothing pending. It shares memory if nothing was pending."""
     if (type(value) is DTensor or isinstance(value, _DERIVED)) and _is_pending(value):
         local, spec = move(value._local_tensor, value._spec, settled_placements(value.placements))
         return DTensor.__new__(DTensor, local, spec, requires_grad=False)
@@ -248,7 +245,7 @@ def _settle(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A derived DTensor as torch's own. Other values are returned unchanged."""
+    """Return a derived DTensor as torch's own DTensor, and any other value unchanged."""
     return DTensor.__new__(DTensor, value._local_tensor, value._spec, requires_grad=False) if isinstance(value, _DERIVED) else value
 
 
@@ -340,7 +337,7 @@ def _derived(value: Any) -> Any:
 
 
 def formatted(value: DTensor, spec: str) -> str:
-    """``format(value, spec)`` of a number that this rank has. Often only one rank prints, so it must not wait for the others."""
+    """Return ``format(value, spec)`` of a number that this rank has. Often only one rank prints, so this must not wait for the others."""
     if not spec:
         return str(value)
     if value.ndim == 0 and all(p.is_replicate() for p in value.placements):
@@ -352,7 +349,7 @@ def formatted(value: DTensor, spec: str) -> str:
 
 
 def _copied(value: DTensor, memo: dict[int, Any], make: Callable[[Tensor, DTensorSpec], DTensor]) -> DTensor:
-    """``copy.deepcopy`` with the mesh and the spec shared."""
+    """Return a deep copy that shares the mesh and the spec."""
     if id(value) in memo:
         return cast(DTensor, memo[id(value)])
     if not value.is_leaf:
@@ -363,7 +360,7 @@ def _copied(value: DTensor, memo: dict[int, Any], make: Callable[[Tensor, DTenso
 
 
 def _beside(func: Any, what: str, mesh: DeviceMesh, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with derived DTensors as torch's own, with nothing pending.
+    """Return the arguments with torch's DTensors, with nothing pending, in place of derived ones.
 
     Plain tensors with dimensions raise, except in torch's backward formulas.
     """
@@ -382,7 +379,7 @@ def _beside(func: Any, what: str, mesh: DeviceMesh, args: Any, kwargs: dict[str,
 
 
 def read_only(result: Any, sources: tuple[Source, ...] = ()) -> Any:
-    """``result`` with its DTensors as :class:`GatheredView` of ``sources``."""
+    """Return ``result`` with its DTensors replaced by :class:`GatheredView` of ``sources``."""
 
     def convert(value: Any) -> Any:
         if not isinstance(value, DTensor):

@@ -134,7 +134,9 @@ def _steps(local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placem
 
 
 def contribution(value: torch.Tensor, mesh: DeviceMesh, placements: Placements, dims: Sequence[int]) -> torch.Tensor:
-    """Return this rank's contribution; reduced over mesh dimensions ``dims``, the contributions give ``value``, which all ranks have."""
+    """Return this rank's contribution to ``value``, which all ranks have. Reduced over mesh dimensions ``dims``, the contributions give
+    ``value``.
+    """
     for dim in dims:
         if mesh.get_local_rank(dim) != 0 or placements[dim].reduce_op == "avg":  # type: ignore[attr-defined]
             value = _neutral(value, placements[dim], value)
@@ -180,7 +182,7 @@ def _inside_section(placements: Placements, dim: int) -> bool:
 
 
 def _own(local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placements, shape: Shape) -> torch.Tensor:
-    """Return this rank's part under ``want`` of its tensor under ``have``, which must contain it; no communication."""
+    """Cut this rank's part under the placements ``want`` out of its part under ``have``, which must contain it. No communication."""
     sizes, me = tuple(mesh.shape), coordinate_of(mesh)
     offsets = section(sizes, have, shape, me)[0]
     inner, part = section(sizes, want, shape, me)

@@ -170,8 +170,10 @@ def build(folder: HfFolder, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def use_no_cache(model: nn.Module) -> None:
-    """Let the layers of transformers' ``model`` keep no keys. With a cache, attention does not stay within documents, and a recomputation
-    would add its keys a second time."""
+    """Let the layers of transformers' ``model`` keep no keys.
+
+    With a cache, attention would reach beyond documents, and a recomputation would add its keys a second time.
+    """
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "use_cache"):
@@ -179,7 +181,7 @@ def use_no_cache(model: nn.Module) -> None:
 
 
 def _freeze_unread(model: Any) -> None:
-    """Freeze the parameters that text does not reach, as those for images. An optimizer would only let them decay."""
+    """Freeze parameters that do not affect a text, such as those for images. An optimizer would only let them decay."""
     parts = (model.get_decoder(), model.get_output_embeddings())
     read = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
     for parameter in model.parameters():
@@ -208,8 +210,10 @@ def initialize(model: nn.Module, module: nn.Module, *, recurse: bool = True) -> 
 
 
 def buffer_values(model: nn.Module) -> dict[str, Tensor]:
-    """Return the values that transformers gives to the buffers of ``model``, which is on the meta device, on the CPU: rotary tables, for
-    example. NaN, or the least integer, where it gives none, as in some buffers that files hold."""
+    """Return the initial values of the buffers of ``model``, such as rotary tables, on the CPU. ``model`` is on the meta device.
+
+    For some buffers that the files hold, transformers has no value. They are NaN, or the least integer of their type.
+    """
     values = {name: torch.empty_like(buffer, device="cpu") for name, buffer in model.named_buffers()}
     with torch.no_grad(), _in_place(model, values):
         for name in {name.rpartition(".")[0] for name in values}:
@@ -221,8 +225,10 @@ def buffer_values(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _in_place(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
-    """Put ``values``, all of them NaN or the least integer, in the place of the buffers of ``model``. Its parameters stay on the meta
-    device, where filling them does nothing."""
+    """Within the block, give ``model`` the buffers ``values``, filled with NaN or the least integer.
+
+    The model's parameters stay on the meta device, where filling them does nothing.
+    """
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in values}
     kept = {name: owner._buffers[name.rpartition(".")[2]] for name, owner in owners.items()}
     for name, value in values.items():
@@ -242,7 +248,7 @@ def _blank(value: Tensor) -> float | int | bool:
 
 
 def unfilled(values: dict[str, Tensor]) -> list[str]:
-    """The names of buffers that have no values: they still have those of :func:`_in_place`."""
+    """Return the names of buffers that still hold the filling of :func:`_in_place`, which means that they have no value."""
     kept = {name: value.isnan() if _blank(value) != _blank(value) else value == _blank(value) for name, value in values.items()}
     return [name for name, blank in kept.items() if values[name].dtype is not torch.bool and blank.any()]
 

@@ -168,7 +168,7 @@ class Llama(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Return the logits of each position's successor.
+        """Return the logits of the next token at each position.
 
         Args:
             position_ids: positions within documents ``[B, S]``; attention then stays within a document (:func:`document_mask`).

@@ -79,7 +79,7 @@ def _targets(keys: LoraKeys, model: nn.Module) -> list[str]:
 
 
 def _taken_for_experts(config: Any, model: nn.Module) -> set[str]:
-    """Return the targets that peft takes for matrices of fused experts, by the names that these had before transformers 5."""
+    """Return the targets that peft interprets as matrices of fused experts, by their names before transformers 5."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:  # an older peft
@@ -93,7 +93,7 @@ def _taken_for_experts(config: Any, model: nn.Module) -> set[str]:
 
 
 def base_names(model: nn.Module) -> dict[str, str]:
-    """Names of the base's parameters in a model with adapters, by their names in the model without adapters."""
+    """Return the names of the base's parameters in a model with adapters, by their names in the model without adapters."""
     return {name.replace(".base_layer.", "."): name for name, _ in model.named_parameters() if ".base_layer." in name}
 
 
@@ -102,7 +102,7 @@ def initial_adapters(model: nn.Module, seed: Any) -> Iterator[tuple[str, Tensor]
 
     Args:
         model: a model with adapters, on the meta device. Its adapters get memory in turn.
-        seed: the seed of a module's name.
+        seed: function from a module's name to its seed.
     """
     from peft.tuners.lora import LoraLayer
 

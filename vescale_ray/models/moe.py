@@ -261,7 +261,7 @@ class MoE(nn.Module):
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> MoEOutput:
-        """Return the logits of each position's successor, and the load-balancing loss.
+        """Return the logits of the next token at each position, and the load-balancing loss.
 
         Args:
             position_ids: positions within documents ``[B, S]``; attention then stays within a document.

@@ -25,16 +25,16 @@ _OF_DEVICE_OR_DTYPE = re.compile(r"\bmeta\b|triton|cuda|device|dtype|float16|fp1
 def masks_documents(model: nn.Module) -> bool:
     """Return whether the layers of transformers' ``model``, on the meta device, keep documents apart if they get the positions.
 
-    Layers with a state, as of Mamba, do not. Not every architecture hands the positions to transformers' mask functions.
+    Layers with a state, such as Mamba's, do not. Not every architecture hands the positions to transformers' mask functions.
     """
     return not _has_states(model) and _first_mask(model)[1]
 
 
 def causal_key(model: nn.Module) -> str | None:
-    """Return the setting of config.json that would make transformers' ``model``, on the meta device, causal: ``"is_causal": true``. Empty
-    if there is none.
+    """Return the setting of config.json that would make ``model`` causal, for example ``"is_causal": true``.
 
-    None: it is causal already. Encoders attend to later tokens: BERT without ``is_decoder``.
+    ``model`` is a transformers model on the meta device. None: it is causal already. Empty: no setting makes it causal. Encoders attend to
+    later tokens, as BERT does without ``is_decoder``.
     """
     config: Any = model.config
     text = config.get_text_config()
@@ -51,10 +51,10 @@ def causal_key(model: nn.Module) -> str | None:
 def forward_fault(model: nn.Module, shape: tuple[int, int], *, positions: bool = False) -> str | None:
     """Return why a forward of ``model``, on the meta device, fails with tokens of this shape; None if it does not, or can't be known.
 
-    Much of what fails there succeeds on other devices. So an error counts if it is about sizes or arguments.
+    Many operations fail on the meta device only. So only errors about sizes or arguments count.
 
     Args:
-        positions: a run gives ``position_ids``, too.
+        positions: whether the model also gets ``position_ids``.
     """
     given = torch.zeros(shape, dtype=torch.int64, device="meta")
     try:

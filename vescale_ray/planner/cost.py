@@ -114,8 +114,8 @@ class Policy:
 class PlannedUnit:
     """``count`` consecutive units with the same plan.
 
-    ``resident``: the unit stays gathered from its forward to its backward, as the engine does with the root. ``unit``: if ranks share the
-    unit's experts, the tensors of one part.
+    ``resident``: the unit stays gathered from its forward to its backward, as the engine does with the root. ``unit``: the unit's tensors.
+    If ranks share its experts, these are the tensors of one part.
     """
 
     plan: UnitPlan
@@ -128,7 +128,7 @@ class PlannedUnit:
     shares: ExpertShares = ExpertShares(1)
     """Division of the unit among all ranks of the shard group. It has several parts if it holds experts that ranks share."""
     inside: bool = False
-    """True: the unit is inside the one before it, and computes while that is gathered."""
+    """True if the unit is inside the one before it, and computes while that is gathered."""
 
     @property
     def group(self) -> int:
@@ -137,7 +137,7 @@ class PlannedUnit:
 
     @property
     def all_experts_numel(self) -> int:
-        """Elements of the tensors, those of all parts."""
+        """Number of elements of the unit's tensors, over all parts of shared experts."""
         return self.plan.tensor_numel * self.shares.parts
 
     @cached_property

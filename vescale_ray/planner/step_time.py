@@ -88,7 +88,7 @@ def predict_time(plan: ModelPlan, policy: Policy, hardware: Hardware, replicas: 
 def _unit_time(
     groups: Sequence[PlannedUnit], plan: ModelPlan, policy: Policy, hardware: Hardware, replicas: int, *, is_first: bool
 ) -> _UnitTime:
-    """Return the times of a unit. ``is_first``: whether it is the model's first unit; if that has only embeddings, it looks rows up."""
+    """Return the times of a unit. ``is_first``: the unit is the model's first one. If it holds only embeddings, it computes no products."""
     trained, ranks, stride = [u for u in groups if u.trainable], groups[0].group, groups[0].shares.parts
     idle = plan.model.numel - plan.model.active
     experts = max(1, sum(u.all_experts_numel * u.count for u in plan.units if _has_experts(u)))

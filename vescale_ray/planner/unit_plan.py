@@ -64,7 +64,7 @@ class Blocks:
 
     @property
     def any(self) -> bool:
-        """True: this rule sets a requirement."""
+        """True if this rule sets a requirement."""
         return self.rows is not None or self.elements is not None
 
     def applies(self, param: ParamShape) -> bool:

@@ -169,7 +169,7 @@ class _Fp8Product(torch.autograd.Function):
 
 
 def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The tensors in autocast's dtype, where it is on: custom functions do not get it by themselves."""
+    """Return the tensors in autocast's dtype if autocast is on. Autograd functions of one's own don't get that dtype automatically."""
     device = next(t.device.type for t in tensors if t is not None)
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -191,7 +191,9 @@ def _emulated(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def _on_gpu(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """As cuBLASLt wants it: sizes in multiples of 16, scales of rows by column, and a multiple of four scales along k for tiles."""
+    """Multiply on the GPU. cuBLASLt needs sizes in multiples of 16, and column-major scales; those of tiles are padded to multiples of four
+    along k.
+    """
     m, n = a.codes.shape[0], b.codes.shape[0]
     a, b = _rounded(a), _rounded(b)
     one = F.ScalingType.BlockWise1x128
@@ -204,7 +206,7 @@ def _on_gpu(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def _rounded(a: Operand) -> Operand:
-    """The operand with zeros up to multiples of 16 rows and columns."""
+    """Pad the operand with zeros to multiples of 16 rows and columns."""
     m, k = a.codes.shape
     if m % 16 == 0 and k % 16 == 0:
         return a._replace(codes=a.codes.contiguous())

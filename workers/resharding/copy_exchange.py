@@ -47,7 +47,7 @@ class GenerationCopies:
         lines, strips = zip(*(word.split(b"\n") for word in words), strict=True)
         nodes = [json.loads(line) for line in lines]
         self._exchanges = grid.size > 1 and not replicas_suffice(nodes, grid)
-        """True: the rank sends its copy to a buddy, and keeps its ward's."""
+        """True if the rank sends its copy to a buddy, and keeps its ward's."""
         to = buddies(nodes)
         self._buddy = to[rank]
         self._ward = to.index(rank)

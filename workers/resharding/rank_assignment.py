@@ -66,7 +66,7 @@ class Overlap:
 
 
 def replicated(overlap: Overlap, replicas: int) -> Overlap:
-    """The overlap with the ranks of a grid of that many replicas, given the overlap with the shards of one (``after``)."""
+    """Return the overlap with the ranks of ``replicas`` replicas, from the ``overlap`` with the shards of one replica."""
     if replicas == 1:
         return overlap
     rows = np.repeat(np.arange(replicas, dtype=np.int64) * overlap.after, len(overlap.new))
@@ -75,7 +75,7 @@ def replicated(overlap: Overlap, replicas: int) -> Overlap:
 
 
 def in_rows(ranked: Sequence[str], grid: RankGrid, nodes: Sequence[Collection[str]]) -> tuple[str, ...]:
-    """The ranks of a grid exchanged between replicas, so that the workers of a node are in few rows. Each worker keeps its shard.
+    """Exchange ranks between replicas, so that the workers of one node are in few rows of the grid. Each worker keeps its shard.
 
     Args:
         ranked: the workers by rank.

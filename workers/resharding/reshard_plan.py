@@ -264,7 +264,7 @@ def _lower_bound(held: list[list[Extent]], want: list[list[Extent]], wanted: Seq
 
 
 def _missing(sources: Sequence[Sequence[Strip]], wanted: Sequence[Sequence[Strip]]) -> str:
-    """A sentence on the first wanted tensor that the sources do not cover."""
+    """Return a sentence about the first wanted tensor that the sources do not cover."""
     for participant in wanted:
         for want in participant:
             position = want.start

@@ -15,7 +15,7 @@ from vescale_ray.dtensor.spec import LocalSharding, replicated, sharding_of
 
 
 def operand(cls: type[DTensor], value: Any, sharding: LocalSharding, op: str) -> Any:
-    """``value`` as an operand of an element-wise operation on local tensors of ``sharding``; non-tensors are returned unchanged.
+    """Return ``value`` as an operand of an element-wise operation on local tensors of ``sharding``, and non-tensors unchanged.
 
     Raises:
         ValueError: it is a plain tensor with dimensions, which may be the whole tensor or this rank's part; or it is on another mesh, or
@@ -62,7 +62,7 @@ def _broadcast(full: Tensor, sharding: LocalSharding, op: str) -> Tensor:
 
 
 def spread(full: Tensor, sharding: LocalSharding) -> Tensor:
-    """A tensor that broadcasts to ``sharding.shape``, cut so that it broadcasts to the local shape."""
+    """Cut a tensor that broadcasts to ``sharding.shape``, so that it broadcasts to the local shape."""
     if full.ndim == 0:
         return full if sharding.shape else full.view(1)
     merged = len(sharding.placement.dims)
@@ -80,7 +80,7 @@ def spread(full: Tensor, sharding: LocalSharding) -> Tensor:
 
 
 def gathered(cls: type[DTensor], value: Any) -> Any:
-    """A ragged tensor as torch's DTensor with Replicate everywhere (one collective); other values are returned unchanged."""
+    """Return a ragged tensor as torch's DTensor with Replicate everywhere, by one collective, and other values unchanged."""
     if not isinstance(value, cls):
         return value
     full, spec = move(value._local_tensor, value._spec, replicated(value.device_mesh))

@@ -166,7 +166,7 @@ def _pointwise(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _wrapped(cls: Cls, result: Any, sharding: LocalSharding) -> Any:
-    """Local results as ragged tensors of ``sharding``."""
+    """Return local results as ragged tensors of ``sharding``."""
     if isinstance(result, Tensor):
         return cls.__new__(cls, result.contiguous(), sharding.spec(result.dtype), requires_grad=False)
     if isinstance(result, list | tuple):
@@ -175,9 +175,8 @@ def _wrapped(cls: Cls, result: Any, sharding: LocalSharding) -> Any:
 
 
 def _mask_put(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``x[mask] = number`` with a mask of x's shape, which is element-wise. It declines any other index_put_ or index_fill_.
-
-    For an x without dimensions torch turns the mask into an index of x seen as one element, [0] or []; since 2.15 also for index_fill_.
+    """``x[mask] = number`` with a mask of x's shape, which is element-wise. Any other index_put_ or index_fill_ is declined. If x has no
+    dimensions, torch turns the mask into the index [0] or [] of a one-element view of x. Since torch 2.15 it does so for index_fill_, too.
     """
     fills = func._schema.name == "aten::index_fill_"
     x, indices, value, accumulate = (args[0], [args[2]], args[3], False) if fills else (*args[:3], len(args) > 3 and args[3])
@@ -316,7 +315,7 @@ def _wrap_list(cls: Cls, local: Sequence[Tensor], shardings: Sequence[LocalShard
 
 
 def _whole(cls: Cls, value: Any) -> Any:
-    """A tensor outside a list (a scalar, found_inf, lr) as a plain whole tensor."""
+    """Return a tensor outside a list (a scalar, found_inf, lr) as a plain whole tensor."""
     if isinstance(value, cls):
         return gathered(cls, value)._local_tensor
     if isinstance(value, DTensor):

@@ -85,7 +85,7 @@ def on_pending(cls: type[DTensor], func: Any, writes: Sequence[str], handler: An
 
 
 def settled(cls: type[DTensor], value: Any) -> Any:
-    """A pending ragged tensor reduced (one all-reduce of the part per pending dimension); other values are returned unchanged."""
+    """Reduce a pending ragged tensor, by one all-reduce of the part per pending dimension. Other values are returned unchanged."""
     if not isinstance(value, cls) or not sharding_of(value._spec).pending:
         return value
     local, spec = move(value._local_tensor, value._spec, settled_placements(value.placements))
@@ -99,7 +99,7 @@ def _relabelled(cls: type[DTensor], value: Any) -> Any:
 
 
 def _linear(cls: type[DTensor], func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[LocalSharding] | None:
-    """The layouts of the results if ``func`` may run on the local contributions, else None."""
+    """Return the layouts of the results if ``func`` may run on the local contributions, else None."""
     first = list(args[0]) if isinstance(args[0], list | tuple) else [args[0]]
     if not first or not all(isinstance(v, cls) for v in first) or any(isinstance(v, Tensor) for v in kwargs.values()) or "out" in kwargs:
         return None

@@ -74,7 +74,7 @@ def write_local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def reshape_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run ``squeeze_`` and its like on a DTensor of which every rank holds all elements, and give the outer tensor the new shape, too."""
+    """Run ``squeeze_`` or a similar operation on a DTensor whose elements every rank holds. The outer tensor gets the new shape, too."""
     value: DTensor = args[0]
     known = f"a {type(value).__name__} of shape {tuple(value.shape)} with placements {value.placements}"
     local = arrived(value._local_tensor).detach()  # another object on the same memory: views may hold the first one

@@ -231,8 +231,9 @@ class Pool:
         """Peak bytes held. Set it to 0 to start a new measurement."""
 
     def expect(self, nbytes: int, user: object, stays: tuple[int, int] = NOWHERE) -> None:
-        """Announce that ``user`` needs buffers of this key while it lives. The pool frees the memory of a key with a single user after
-        use."""
+        """Announce that ``user`` needs buffers of this size and resident part while it lives. If a size has a single user, the pool frees
+        its memory after each use.
+        """
         self._users[nbytes, stays].add(user)
 
     def keep_apart(self, *nbytes: int) -> None:
@@ -309,7 +310,9 @@ class Pool:
         self.lend(buffer, None if self.hands_on else comm.current_event(self.device))
 
     def lend(self, buffer: Buffer, event: Any) -> None:
-        """Return a scratch buffer before its last use, which ends with ``event`` of an accelerator's stream. Who gets its memory waits."""
+        """Return a scratch buffer before its last use, which ends with ``event`` of an accelerator's stream. The next user of its memory
+        waits for it.
+        """
         self.freed.add(buffer.addresses, event)
         self._take_back(buffer)
 
@@ -346,7 +349,7 @@ class Pool:
         self._released.clear()
 
     def _allocate(self, buffer: Buffer, stream: Any) -> None:
-        """Give ``buffer`` memory that ``stream`` uses next. It waits for those who used the lane's memory before."""
+        """Give ``buffer`` memory that ``stream`` uses next. The stream waits for earlier users of the lane's memory."""
         buffer.apart = buffer.nbytes in self._apart and len(self._users[buffer.key]) < 2
         with nullcontext() if buffer.apart else self.lane.context():
             buffer.allocate(None if buffer.fixed else self._donor(buffer.key))

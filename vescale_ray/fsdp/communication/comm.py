@@ -186,8 +186,8 @@ def all_gather(
 ) -> Pending:
     """Gather every rank's ``shard`` into ``out``, with the ``custom`` collective if there is one.
 
-    The process group's own all-gather starts with ``together.start``; the others start at once. ``name`` of the parameters: messages
-    between pairs of ranks meet only those of the same name.
+    The process group's own all-gather starts with ``together.start``; the others start at once. ``name``: the parameters' name. Pairwise
+    messages are matched only to messages of the same name.
     """
     lane.issued += 1
     if custom is not None:
@@ -219,8 +219,8 @@ def all_gather_pairwise(
 def largest_of_ranks(mine: torch.Tensor, group: dist.ProcessGroup, lane: Lane, *, pairwise: bool, name: str) -> torch.Tensor:
     """Return the element-wise largest of all ranks' FP32 magnitudes ``mine``; NaN if a rank has one. On the CPU it waits for all ranks.
 
-    On gloo it uses messages, so that magnitudes of different parameters never meet (:func:`tag_of`), and a wait for a lost peer can end.
-    ``name`` of the parameters.
+    On gloo it uses messages with a tag by ``name`` (:func:`tag_of`), so magnitudes of different parameters are never mixed up. A wait for a
+    lost peer can be ended. ``name``: the parameters' name.
     """
     bits = mine.view(torch.int32)  # as integers, magnitudes have the same order, and NaN is the largest
     if not pairwise:

@@ -18,13 +18,14 @@ from vescale_ray.geometry import Block
 def collect(
     roots: Sequence[nn.Module], managed: Collection[nn.Module], given: Arguments, ranks: DataParallelRanks
 ) -> list[OriginalParameter]:
-    """The parameters of the ``managed`` modules below ``roots``, each with the ranks that shard it and the user's wishes for it.
+    """Return the parameters of the ``managed`` modules below ``roots``, each with the ranks that shard it and the options that the user
+    gave for it.
 
     Args:
-        ranks: the data-parallel ranks of parameters for which the user names no others.
+        ranks: the data-parallel ranks of parameters for which the user names no mesh.
 
     Raises:
-        ValueError: a parameter can't be sharded, or not in the way that the user wishes.
+        ValueError: a parameter can't be sharded, or not with the options that the user gave.
     """
     owners: dict[nn.Parameter, tuple[str, list[Owner]]] = {}
     for fqn, module, attribute, param in _held(roots, managed):

@@ -21,7 +21,7 @@ from vescale_ray.planner.placement.layout import KeptElements
 
 
 class Use(IntEnum):
-    """A rank's use of a parameter in a backward. The largest value of all ranks is the answer."""
+    """Use of a parameter by a rank in a backward. Of all ranks' values, the largest one counts."""
 
     UNUSED = 0
     USED = 1
@@ -63,7 +63,7 @@ class Delivery:
             self._held.update(index for index, param in enumerate(self.params) if param.sharded.requires_grad)
 
     def used(self, counted: set[int], *, asks: bool, delivers: bool) -> list[int]:
-        """The parameters whose gradients a reduction delivers at once: those ``counted`` on this rank, or all if no rank ``asks``.
+        """Return the parameters whose gradients a reduction delivers at once: those ``counted`` on this rank, or all if no rank ``asks``.
 
         ``delivers``: whether the reduction includes everything that was held.
         """
@@ -75,9 +75,10 @@ class Delivery:
         return used
 
     def uses(self) -> tuple[list[Use], bool]:
-        """For each parameter: whether this rank has sent a gradient since the last exchange of uses, or no rank can have one.
+        """Return this rank's :class:`Use` of each parameter since the last exchange of uses.
 
-        Also returns whether other parameters are frozen than at the last call."""
+        Also returns whether the set of frozen parameters has changed since the last call.
+        """
         before, self._frozen = self._frozen, {index for index in range(len(self.params)) if not self.expects(index)}
         uses = [Use.FROZEN if i in self._frozen else Use.USED if i in self._used else Use.UNUSED for i in range(len(self.params))]
         return uses, before is not None and before != self._frozen

@@ -116,7 +116,7 @@ class Gradients(GradientSettings):
 
     @property
     def is_due(self) -> bool:
-        """True if the group joins a reduction of its unit. If no rank's settings differ, neither does the answer."""
+        """Return True if the group joins a reduction of its unit. Ranks with equal settings get equal answers."""
         return self.waits or bool(self.trainable_count) or self.delivery.holds
 
     @property

@@ -120,16 +120,18 @@ class HookedGroup(ParameterGroup):
         self.alone = False
 
     def _own(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's rows. It uses ``torch.chunk``, which such tensor classes support; NF4 can't be sliced from the middle."""
+        """Return this rank's rows. ``torch.chunk`` cuts them, because such tensor classes support it; NF4 can't be sliced from the
+        middle.
+        """
         chunks = torch.chunk(value, self.place.world)
         return chunks[self.place.rank] if self.place.rank < len(chunks) else value.narrow(0, value.shape[0], 0)
 
     def _rows(self, shape: tuple[int, ...]) -> int:
-        """Number of rows that every rank sends."""
+        """Return the number of rows that every rank sends."""
         return -(-shape[0] // self.place.world)
 
     def _pad(self, own: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """A copy of ``own`` in memory of as many rows as every rank sends."""
+        """Return a copy of ``own``, padded to the number of rows that every rank sends."""
         with torch.no_grad():
             padded = own.new_zeros((self._rows(shape), *shape[1:]))
             if own.shape[0] and own.device.type != "meta":

@@ -53,10 +53,10 @@ def reduce_scatter(
     The process group's own reduce-scatter starts with ``together.start``; the others start at once.
 
     ``full`` belongs to the operation until the result's ``wait`` has returned. ``leaves_out``: buffers of gathered parameters have no
-    memory for this rank's part. An exchange does not need that part either, so it can use such a buffer. ``sum_only``: never use AVG.
-    ``ordered``: return an :class:`InOrder`, which sums only when its ``add_to`` is called. ``custom``: a collective that gets AVG if
-    ``factor`` is the mean, else SUM, and may return work to wait for. It needs ``full`` in ``dtype``. ``staging``: bytes of a buffer for
-    chunks that are cast; None: the default. ``name`` of the gradients: messages between pairs of ranks meet only those of the same name.
+    memory for this rank's part. A pairwise exchange needs no memory for that part either, so it can use such a buffer. ``sum_only``: never
+    use AVG. ``ordered``: return an :class:`InOrder`, which sums only when its ``add_to`` is called. ``custom``: a collective that gets AVG
+    if ``factor`` is the mean, else SUM, and may return work to wait for. It needs ``full`` in ``dtype``. ``staging``: bytes of a buffer for
+    chunks that are cast; None: the default. ``name``: the gradients' name. Pairwise messages are matched only to messages of the same name.
     """
     lane.issued += 1
     world = group.size()

@@ -99,7 +99,7 @@ class _Question:
         """Running all-reduces; empty if an accelerator's stream runs them."""
         self._own: list[Use] = []
         self._complete = True
-        """True: this rank knows the answer for the groups that it reduces."""
+        """True if this rank knows the answer for the groups that it reduces."""
         self._bytes: torch.Tensor | None = None
 
     @property

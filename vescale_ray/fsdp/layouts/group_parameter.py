@@ -58,7 +58,7 @@ class PrivateMark(tuple[Any, ...]):
 
 @dataclass(frozen=True)
 class OriginalParameter:
-    """A parameter as :func:`fully_shard` finds it in the model."""
+    """A parameter as ``fully_shard`` finds it in the model."""
 
     name: str
     param: nn.Parameter
@@ -278,7 +278,9 @@ class GroupParam:
         return local_of(self.sharded) is not self.kept
 
     def lost_data(self) -> bool:
-        """Return True if ``.data`` of torch's DTensor was assigned since the last call. This leaves its local tensor as it was."""
+        """Return True if ``.data`` of torch's DTensor was assigned since the last call. Such an assignment does not change the local
+        tensor.
+        """
         if self.outer is outer_of(self.sharded) or self.moved:
             return False
         self.sharded.data = as_dtensor(self.kept, self.spec)  # a storage of its own again
@@ -318,7 +320,7 @@ class GroupParam:
 
     @property
     def is_left(self) -> bool:
-        """True: no module that held the parameter exists any more, since another head has taken its place."""
+        """Return True if no module that held the parameter exists any more. This happens if the user has replaced a head."""
         return all(module() is None for module, _ in self.owners)
 
 
@@ -347,7 +349,7 @@ def _is_mark(attribute: str) -> bool:
 
 
 def _inner(param: nn.Parameter) -> frozenset[str]:
-    """Attributes with which a tensor class makes its instances, such as its inner tensors: an alias has them, too, but no marks."""
+    """Return the attributes from which a tensor class makes its instances, such as inner tensors. A user has not set them."""
     if type(param) in _PLAIN:
         return frozenset()
     if INNER not in param.__dict__:

@@ -16,9 +16,9 @@ _SHARDED = "_vescale_sharded"
 
 
 def sharers(original: torch.Tensor, param: Any) -> tuple[weakref.ref[Any], ...]:
-    """The sharded parameters whose originals share elements with ``original``, whose memory is marked as that of ``param`` from now on.
+    """Return the sharded parameters whose originals share elements with ``original``. Mark the memory of ``original`` as that of ``param``.
 
-    ``original``: a plain tensor without gaps; others are not compared.
+    Only plain tensors without gaps are compared.
     """
     if type(original) not in (torch.Tensor, nn.Parameter) or original.is_meta or not original.numel():
         return ()

@@ -21,7 +21,7 @@ class GroupWire(Protocol):
     """The parts that ranks send in an all-gather."""
 
     apart: bool
-    """True: the parts are received in a buffer of their own, from which :meth:`join` fills the parameters' buffer."""
+    """True if the parts are received in a buffer of their own, from which :meth:`join` fills the parameters' buffer."""
 
     def dtype(self, compute: torch.dtype) -> torch.dtype:
         """The parts' dtype, given the compute dtype."""
@@ -72,7 +72,7 @@ class CodeWire:
         """Each tensor's name in error messages."""
         self._part: torch.Tensor | None = None
         self._checked = True
-        """True: the scales of the present codes were looked at."""
+        """True if the scales of the present codes were looked at."""
         self._bad: tuple[torch.Tensor, Any] | None = None
         """Number of each tensor's tiles with Inf or NaN, and the event after which the host may read it."""
 
@@ -84,7 +84,7 @@ class CodeWire:
 
     @property
     def cuts_tiles(self) -> bool:
-        """True: ranks share tiles, and :meth:`renew` is a collective."""
+        """True if ranks share tiles, and :meth:`renew` is a collective."""
         return self.parts.cut_tiles > 0
 
     def renew(self, shard: KeptShard, largest_of_ranks: Callable[[torch.Tensor], torch.Tensor], *, check: bool) -> None:

@@ -80,7 +80,8 @@ class ReducesGradients:
         """Set whether this rank's gradients in the next backwards count. If not, it joins the reductions with zeros, for example when its
         batch is a stand-in. Gradients that earlier backwards have added up without sync stay.
 
-        Parallel experts also compute rows of other ranks, whose gradients count. If not, they take no rows of this rank, and give it zeros.
+        Parallel experts also compute rows of other ranks, so their gradients always count. If this rank does not contribute, the experts
+        take no rows from it and return zeros to it.
         """
         contributes = check_flag("contributes", contributes)
         for unit in units_below(self, recurse):
@@ -98,7 +99,8 @@ class ReducesGradients:
             unit.options.reduce_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Set of how many units the reduce-scatters may run while backward goes on; each unit holds its gradient buffers meanwhile.
+        """Set the number of units whose reduce-scatters may run while backward goes on. Each of these units keeps its gradient buffers
+        meanwhile.
 
         The root uses the largest value.
         """

@@ -1,6 +1,6 @@
 """A unit in the shape of the state object of torch's own ``fully_shard``, for code that reads that object.
 
-Several parts of torch do. A pipeline stage runs the backwards of micro-batches without reduction and then calls ``post_backward()`` of
+Several parts of torch read it. A pipeline stage runs the backwards of micro-batches without reduction and then calls ``post_backward()`` of
 every group and ``_root_post_backward_final_callback()`` once (``stage.py``, ``perform_reduce_grad``, torch 2.13). ``replicate`` skips
 modules that are registered as sharded. ``FSDPMemTracker`` wraps forward hooks and the backward of groups. Trainers and tests ask for the
 root, the names of parameters, and whether a unit is gathered. These classes have only what a unit really has. ``fully_shard.state(module)``

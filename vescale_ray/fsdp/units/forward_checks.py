@@ -29,7 +29,7 @@ def is_replicated(module: nn.Module) -> bool:
 
 
 def remember_parameters(managed: Iterable[nn.Module], ignored: Collection[nn.Parameter]) -> None:
-    """Record the modules' parameters, and whether a unit manages each. The user asked to ignore the others."""
+    """Record the parameters of the modules, and whether a unit manages each one. A unit manages all but the ``ignored`` ones."""
     for module in managed:
         module.__dict__[_NAMES] = {name: param not in ignored for name, param in module._parameters.items() if param is not None}
 

@@ -27,7 +27,7 @@ class ForwardOrder(Generic[U]):
         self._key = (0, False)
         self._entered: list[weakref.ref[U]] = []
         self._repeats = False
-        """True: the running forward has followed the order of the last one so far."""
+        """True if the running forward has followed the order of the last one so far."""
         self._frame: FrameType | None = None
         """The frame of the outermost module's call; None outside a forward, and if a hook was called by hand."""
 

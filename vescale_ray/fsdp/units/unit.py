@@ -289,8 +289,8 @@ class Unit:
         """Prefetch the unit that backward reaches next, in any case before this unit's own reduce-scatter.
 
         It starts at the first gradient: until then the last reduce-scatter may use the memory that the all-gather writes to. In the first
-        unit below the root it starts later, when activations have made room for the next unit, which all are alive before. On the CPU, that
-        is when five sixths of the gradients have arrived; on an accelerator, whose host runs ahead, when all have.
+        unit below the root nearly all activations are still alive, so it starts later. On the CPU, it starts when five sixths of the
+        gradients have arrived. On an accelerator, whose host runs ahead, it starts when all have arrived.
         """
         call, self._prefetch_after = self._prefetch_after, None
         if call is not None and self.schedule is not None:

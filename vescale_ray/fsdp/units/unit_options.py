@@ -18,11 +18,11 @@ class UnitOptions:
         gradient_sync: whether the user wants backward to reduce gradients.
         hold_gradients: whether gradients add up unsharded without gradient sync. If not, they are reduced and add up as shards.
         reduce_unused: whether parameters that no rank used get zero gradients.
-        contributes: whether this rank's batch counts, as the user has set it.
+        contributes: whether this rank's gradients count (``set_contributes``).
         max_reductions: units whose reduce-scatters may run while backward goes on.
         forward_prefetch: units to prefetch when this one's forward starts; empty: the unit that ran next in the last forward.
         backward_prefetch: units to prefetch when this one's backward starts; empty: the unit that ran before it.
-        ignored: the parameters to ignore, and whether the unit's modules held each, until the first forward.
+        ignored: the parameters to ignore, each with whether the unit's modules held it. Empty after the first forward.
     """
 
     reshard_after_forward: bool | None

@@ -162,7 +162,7 @@ class AdamW8bit(BlockOptimizer):
 def block_of(
     name: str, shape: tuple[int, ...], block: BlockSpec | str | None = DEFAULT_BLOCK, min_8bit_numel: int = MIN_NUMEL
 ) -> Block | None:
-    """Return the piece of a parameter that :class:`AdamW8bit` must not have cut; None: cut it anywhere.
+    """Return the block of a parameter that no shard may cut if :class:`AdamW8bit` steps it; None: any cut is allowed.
 
     Args:
         name: the parameter's full name, or "" if unknown; only the name identifies embeddings and heads.

@@ -42,11 +42,11 @@ states."""
 
 @dataclass(frozen=True)
 class Job:
-    """One matrix.
+    """One matrix to orthogonalize.
 
     Attributes:
         param: index of its parameter in the optimizer.
-        span: its position in the parameter's section.
+        span: position of the matrix in the parameter's section.
         cuts: rank -> elements ``[begin, end)`` of the matrix on that rank, in rank order, which is memory order.
         offsets: rank -> start of these elements in the rank's local tensor.
         rounds, eps: parameters of Newton-Schulz.
@@ -66,7 +66,7 @@ class Job:
         return cls(param, span, cuts, offsets, rounds, eps)
 
     def local(self, rank: int) -> slice:
-        """Return its elements in the flat local tensor of ``rank``."""
+        """Return the matrix's elements within the flat local tensor of ``rank``."""
         begin, end = self.cuts[rank]
         return slice(self.offsets[rank], self.offsets[rank] + end - begin)
 
@@ -199,10 +199,10 @@ class _Leg:
 
     Attributes:
         mine: jobs whose root is this rank.
-        own: for each of these, the elements that this rank holds itself.
+        own: for each job of ``mine``, the elements that this rank holds itself.
         outgoing, incoming: pieces in the message to the roots, by root; pieces in the message from the holders, by holder.
         given, wanted: elements of these messages, by rank.
-        theirs: by replica, this rank's pieces whose root is in that replica; ``sizes`` has their elements.
+        theirs: by replica, this rank's pieces whose root is in that replica. ``sizes``: number of elements of these pieces.
     """
 
     def __init__(self, exchange: Exchange, chosen: Sequence[int]) -> None:

@@ -196,7 +196,7 @@ def has_factors(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def block_of(name: str, shape: tuple[int, ...], block: Block | str = DEFAULT_BLOCK) -> Block | None:
-    """Return the piece of a parameter that :class:`KroneckerOptimizer` must not have cut; None: cut it anywhere."""
+    """Return the block of a parameter that no shard may cut if :class:`KroneckerOptimizer` steps it; None: any cut is allowed."""
     return Grid.of(shape, parse_block(block)).policy_block() if has_factors(name, shape) else None
 
 
@@ -230,14 +230,14 @@ def inverse_root(factor: Tensor, root: float, eps: float) -> Tensor | None:
 
 
 def eigenbasis(factor: Tensor) -> Tensor | None:
-    """Return the eigenvectors of a symmetric matrix as columns, largest eigenvalue first, or None."""
+    """Return the eigenvectors of a symmetric matrix as columns, largest eigenvalue first; None if they can't be computed."""
     if not bool(torch.isfinite(factor).all()):
         return None
     return in_fp32_then_fp64(lambda dtype: torch.linalg.eigh(factor.to(dtype))[1].flip(1))
 
 
 def refined_basis(factor: Tensor, basis: Tensor) -> Tensor | None:
-    """Take one step of orthogonal iteration: return the Q of ``factor @ basis``, or None. Columns keep their places."""
+    """Return the Q of ``factor @ basis``, one step of orthogonal iteration; None if it can't be computed. Columns keep their places."""
     if not bool(torch.isfinite(factor).all()):
         return None
     return in_fp32_then_fp64(lambda dtype: torch.linalg.qr(factor.to(dtype) @ basis.to(dtype))[0])
