@@ -253,7 +253,7 @@ def prepare(
 
 
 def _data(values: Mapping[str, Packed]) -> list[ShardPiece]:
-    """The bytes of plain values, on rank 0: one tensor for each entry that has bytes."""
+    """Return the bytes of plain values, on rank 0: one tensor for each entry that has bytes."""
     pieces = []
     for key, value in values.items():
         if size := len(value.data):
@@ -277,7 +277,7 @@ def _pieces(parts: Mapping[Pair, LocalPart]) -> list[ShardPiece]:
 
 
 def next_epoch(newest: tuple[int, int] | None, epoch: int | None, step: int) -> int:
-    """The epoch of a save of ``step``: ``epoch`` if given, or the least that makes the save the newest."""
+    """Return the epoch of a save of ``step``: ``epoch`` if given, or the least that makes the save the newest."""
     if epoch is not None:
         return epoch
     if newest is None:
@@ -286,7 +286,7 @@ def next_epoch(newest: tuple[int, int] | None, epoch: int | None, step: int) -> 
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Rank in the group and the group's size; 0 and 1 without a process group.
+    """Return the rank in the group and the group's size; 0 and 1 without a process group.
 
     Raises:
         ValueError: ``group`` is not a process group or was destroyed, or this process is not in it.
@@ -304,7 +304,7 @@ def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def word_of(error: BaseException) -> Word:
-    """The word of a rank that could not flatten its state: the problem, or that it was interrupted."""
+    """Return the word of a rank that could not flatten its state: the problem, or that it was interrupted."""
     if isinstance(error, Exception):
         return Word(problem=str(error) or type(error).__name__)
     return Word(left=f"interrupted by {type(error).__name__}")
@@ -329,7 +329,7 @@ def from_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 
 
 def gathered(mine: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Every rank's value, in rank order."""
+    """Return every rank's value, in rank order."""
     _, world = ranks_of(group)
     if world == 1:
         return [mine]
@@ -358,7 +358,7 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """The error itself if it can be pickled, or its text: a collective must not fail on one rank alone."""
+    """Return the error itself if it can be pickled, or its text: a collective must not fail on one rank alone."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -14,7 +14,7 @@ MOST = 10**18 - 1
 
 
 def whole(what: str, value: Any, least: int = 0, remedy: str = "") -> int:
-    """``value`` as an int; numpy integers are accepted. Raises ValueError for any other value or type."""
+    """Return ``value`` as an int; numpy integers are accepted. Raises ValueError for any other value or type."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -63,7 +63,7 @@ def state_of(state: Any) -> None:
 
 
 def device_of(device: torch.device | str | None) -> torch.device | None:
-    """The device. Raises ValueError if it is invalid."""
+    """Return the device. Raises ValueError if it is invalid."""
     try:
         return None if device is None else torch.device(device)
     except (RuntimeError, TypeError):

@@ -131,13 +131,13 @@ def commit(
 
 
 def ls(root: Root) -> list[Commit]:
-    """Every commit, oldest first; damaged ones have a ``problem``. Reads manifests and sizes, but no data."""
+    """Return every commit, oldest first; damaged ones have a ``problem``. Reads manifests and sizes, but no data."""
     store = store_of(root)
     return [_read(store, name) for _, name in sorted(_listed(store))]
 
 
 def latest(root: Root) -> Commit | None:
-    """The newest intact commit: sealed, of a known format, with every object present in full size.
+    """Return the newest intact commit: sealed, of a known format, with every object present in full size.
 
     Damaged newer commits are skipped with a warning in the log. Data is verified when it is read.
 
@@ -159,7 +159,7 @@ def newest_first(root: Root) -> Iterator[Commit]:
 
 
 def find(root: Root, name: str | Commit | None) -> Commit:
-    """The commit named ``name``, or the newest intact one for ``None``.
+    """Return the commit named ``name``, or the newest intact one for ``None``.
 
     Raises:
         NoCheckpoint: the commit does not exist. CheckpointCorrupt: it is damaged. OSError: it is out of reach.
@@ -188,7 +188,7 @@ def newest_order(store: ObjectStore) -> tuple[int, int] | None:
 
 
 def read_manifest(store: ObjectStore, name: str) -> tuple[Manifest, str]:
-    """The manifest of a commit and its digest. Raises ManifestError or KeyMissing."""
+    """Return the manifest of a commit and its digest. Raises ManifestError or KeyMissing."""
     key = f"commits/{name}.json"
     size = store.size(key)
     if size is not None and size > MAX_BYTES:
@@ -200,7 +200,7 @@ def read_manifest(store: ObjectStore, name: str) -> tuple[Manifest, str]:
 
 
 def unreachable(path: str, error: OSError) -> OSError:
-    """The error of a load that cannot reach an object of its checkpoint."""
+    """Return the error of a load that cannot reach an object of its checkpoint."""
     return OSError(
         error.errno or errno.EIO,
         f"{path} is out of reach: {error.strerror or error}; it may be intact, so no older checkpoint is loaded instead",
@@ -234,7 +234,7 @@ def _read(store: ObjectStore, name: str, *, strict: bool = False) -> Commit:
 
 
 def _present(store: ObjectStore, name: str) -> tuple[Manifest, str]:
-    """The existing commit object of this name. If it was deleted again already, raises CommitExists too."""
+    """Return the existing commit object of this name. If it was deleted again already, raises CommitExists too."""
     try:
         return read_manifest(store, name)
     except KeyMissing:
@@ -345,7 +345,7 @@ def _assemble(
 
 
 def _encoded(manifest: Manifest) -> bytes:
-    """The commit object, checked to be readable. Otherwise a user would find an unreadable checkpoint only when it is needed."""
+    """Return the commit object, checked to be readable. Otherwise a user would find an unreadable checkpoint only when it is needed."""
     raw = encode(manifest)
     if len(raw) > MAX_BYTES:
         intervals = sum(len(e.start) for g in manifest.groups for e in g.kinds)
@@ -387,7 +387,7 @@ def _extents(
     held: Mapping[tuple[str, str], list[tuple[int, int, int, int]]],
     world: int,
 ) -> Extents:
-    """The pieces as intervals of the group's index space. Pieces that are adjacent there and in the object are merged."""
+    """Return the pieces as intervals of the group's index space. Pieces that are adjacent there and in the object are merged."""
     size = dtype.itemsize
     of_rank: list[list[Extent]] = [[] for _ in range(world)]
     for name in names:

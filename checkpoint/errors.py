@@ -83,18 +83,19 @@ class CheckpointCorrupt(CheckpointError):
 
 
 def shortened(message: str, most: int = 1000) -> str:
-    """``message``, :func:`printable`. A message over ``most`` characters loses its middle."""
+    """Return ``message``, :func:`printable`. A message over ``most`` characters loses its middle."""
     return printable(message if len(message) <= most else f"{message[: most - 200]} [..] {message[-190:]}")
 
 
 def printable(message: str) -> str:
-    """``message`` with unprintable characters escaped. Names from a file may hold line ends or terminal commands, which would forge a log,
-    and lone surrogates, which no log can encode."""
+    """Return ``message`` with unprintable characters escaped. Names from a file may hold line ends or terminal commands, which would forge
+    a log, and lone surrogates, which no log can encode.
+    """
     return message if message.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
 
 
 def describe_tensors(tensors: tuple[str, ...], limit: int = 4) -> str | None:
-    """The names as text, such as ``"a, b, c, d and 3 more"``; ``None`` if there are none."""
+    """Return the names as text, such as ``"a, b, c, d and 3 more"``; ``None`` if there are none."""
     if not tensors:
         return None
     shown = ", ".join(tensors[:limit])

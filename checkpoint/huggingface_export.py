@@ -232,7 +232,7 @@ def _entries(
     dtype: torch.dtype | None,
     extra: Mapping[str, Computed],
 ) -> tuple[list[_Entry], dict[str, str]]:
-    """The tensors of the files; also ``{alias: name}`` of tied tensors, by the files' names."""
+    """Return the tensors of the files; also ``{alias: name}`` of tied tensors, by the files' names."""
     names = {name: stored for name, stored in checkpoint.names(key).items() if chosen(name, include, exclude)}
     if not names and not extra:
         raise CheckpointMismatch(f"checkpoint {checkpoint.commit.path} has no tensor of {key!r} that fits {', '.join(include)}")

@@ -76,7 +76,7 @@ def file_layout(model: nn.Module) -> FileLayout:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a state dict holds. transformers' models do not change them in training."""
+    """Return the buffers that a state dict holds. transformers' models do not change them in training."""
     kept = set(model.state_dict(keep_vars=True))
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 

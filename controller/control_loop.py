@@ -106,7 +106,7 @@ class ControlLoop:
         self.follow()
 
     def transition(self, state: State, seen: Observations) -> Step:
-        """The state that follows ``state``, and the actions on the way. Changes nothing but what the policies remember."""
+        """Return the state that follows ``state``, and the actions on the way. Changes nothing but what the policies remember."""
         return self._transitions[type(state)](state, seen)
 
     def follow(self) -> None:

@@ -140,8 +140,10 @@ class Controller:
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
-        """The state of the run: the snapshot as plain values, ``outcome`` once the run is over, and ``processes``: (process id, start time,
-        node) of every worker that was ever warm. Until the run's folder has been read, ``waits`` is True and there is no snapshot."""
+        """Return the state of the run: the snapshot as plain values, ``outcome`` once the run is over, and ``processes``: (process id,
+        start time, node) of every worker that was ever warm. Until the run's folder has been read, ``waits`` is True and there is no
+        snapshot.
+        """
         if not self._known.is_set():
             problem = self._up.exception() if self._up.done() else None
             if problem is not None and ray.get_runtime_context().was_current_actor_reconstructed:
@@ -179,7 +181,7 @@ class Controller:
             self._server.close()
 
     def _waiting(self) -> tuple[str, ...]:
-        """The warning about a folder that could not be read for long."""
+        """Return the warning about a folder that could not be read for long."""
         if time.monotonic() - self._since < TELL_S:
             return ()
         if not self._told:
@@ -255,7 +257,7 @@ class Controller:
             return server
 
     def _meta(self, step: int) -> dict[str, Any]:
-        """The data that is recorded with a checkpoint."""
+        """Return the data that is recorded with a checkpoint."""
         return {
             "run": self._spec.config["run"]["name"],
             "run_id": self._spec.run_id,
@@ -279,8 +281,9 @@ def _when_told(question: Callable[[], _T]) -> _T:
 
 
 def _committed_attempt(run_id: str, root: str) -> str | None:
-    """The newest attempt that this run has committed, for a restarted controller. None also if the store does not answer: repeated votes
-    for that attempt then make the same commit."""
+    """Return the newest attempt that this run has committed, for a restarted controller. None also if the store does not answer: repeated
+    votes for that attempt then make the same commit.
+    """
     from vescale_ray import checkpoint
 
     try:
@@ -309,5 +312,5 @@ def actor_of(spec: RunSpec, supervisor_name: str, node: str) -> Any:
 
 
 def controller_name(run_id: str) -> str:
-    """Name of the run's controller in Ray, in :data:`NAMESPACE`."""
+    """Return the name of the run's controller in Ray, in :data:`NAMESPACE`."""
     return f"controller:{run_id}"

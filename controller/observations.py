@@ -88,11 +88,11 @@ class Observations:
         return self.durable.leavers
 
     def holders(self, ended: Ending) -> tuple[str, ...]:
-        """Workers that may hold a part of the state."""
+        """Return the workers that may hold a part of the state."""
         return (*ended.living, *self.leavers)
 
     def outside(self, living: Iterable[str]) -> list[str]:
-        """Workers that were hired to join, warm or not."""
+        """Return the workers that were hired to join, warm or not."""
         taken = {*living, *self.leavers}
         return [w for w in (*self.workers.ready(), *self.workers.warming()) if w not in taken]
 
@@ -102,7 +102,7 @@ class Observations:
         return frozenset(w for w, info in infos.items() if info is not None and info.node in self.draining)
 
     def still_living(self, ended: Ending) -> Ending:
-        """The ending without the members that have died since. Parked workers may die, too."""
+        """Return the ending without the members that have died since. Parked workers may die, too."""
         return replace(ended, living=tuple(w for w in ended.living if self.workers.alive(w)))
 
     def is_out(self, worker: str, world: World) -> bool:
@@ -114,10 +114,10 @@ class Observations:
         return report.ticket == world.ticket or (world.ticket == self.inherited and report.ticket < world.ticket)
 
     def fault(self, worker: str, world: World) -> WorkerFault | None:
-        """The fault that a worker reports for this generation, if any."""
+        """Return the fault that a worker reports for this generation, if any."""
         report = self.workers.report(worker)
         return report.fault if report is not None and report.ticket == world.ticket else None
 
     def loss(self, worker: str) -> Lost:
-        """The loss of a worker that is not alive."""
+        """Return the loss of a worker that is not alive."""
         return self.losses.get(worker, Lost(worker, None, "its process died"))

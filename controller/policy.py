@@ -72,8 +72,9 @@ LONGEST_GAP_S = 3600.0
 
 
 def growth_wait(begun: float | None, now: float, gap_s: float, failed: int) -> float:
-    """Seconds until the next growth may begin; the last began at ``begun``. Each of the ``failed`` attempts since the last success doubles
-    the gap ``gap_s``, counted as at least 1 s, up to :data:`LONGEST_GAP_S`."""
+    """Return the seconds until the next growth may begin; the last began at ``begun``. Each of the ``failed`` attempts since the last
+    success doubles the gap ``gap_s``, counted as at least 1 s, up to :data:`LONGEST_GAP_S`.
+    """
     if begun is None:
         return 0.0
     gap = gap_s if not failed else max(gap_s, min(max(gap_s, 1.0) * 2.0 ** min(failed, 30), LONGEST_GAP_S))
@@ -146,7 +147,7 @@ class CommittedCheckpoint:
 def choose_source(
     held: Mapping[str, Sequence[HeldState]], members: Collection[str], newest: CommittedCheckpoint | None, before: World | None = None
 ) -> StateSource:
-    """The source of the next generation's state: the newest state that exists. At the same step, memory comes before a checkpoint.
+    """Return the source of the next generation's state: the newest state that exists. At the same step, memory comes before a checkpoint.
 
     Args:
         held: by living worker, leavers included, the states that it holds now that its group is destroyed.
@@ -178,8 +179,8 @@ def owners_of(world: World | None, resume: Resume) -> list[tuple[str, ...]]:
 
 
 def spread_saving(holders: Mapping[int, Sequence[str]], owners: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """The shards that each worker writes to a checkpoint. Each worker writes its own. The worker with the least to write also writes the
-    copy of a lost worker's shard.
+    """Return the shards that each worker writes to a checkpoint. Each worker writes its own. The worker with the least to write also writes
+    the copy of a lost worker's shard.
 
     Args:
         holders: by shard, the workers that hold it.

@@ -69,7 +69,7 @@ FINAL = frozenset({_S.DONE, _S.FAILED})
 
 
 def check_transition(before: RunState, after: RunState) -> RunState:
-    """``after``, if it may follow ``before``.
+    """Return ``after``, if it may follow ``before``.
 
     Raises:
         ValueError: it may not: a bug of the controller.

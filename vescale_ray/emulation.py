@@ -224,7 +224,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def _worst_aligned(parts: list[torch.Tensor]) -> int:
-    """Bytes of the rank's part with the worst alignment, which decides about the speed of operations that run as one."""
+    """Return the bytes of the rank's part with the worst alignment, which decides about the speed of operations that run as one."""
     return max((part.nbytes for part in parts), key=lambda nbytes: nbytes % 16)
 
 

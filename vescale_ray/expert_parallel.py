@@ -81,7 +81,7 @@ def parallelize_experts(model: nn.Module, mesh: DeviceMesh, *, kind: type[nn.Mod
 
 
 def experts_of(model: nn.Module, kind: type[nn.Module] | None = None) -> dict[str, nn.Module]:
-    """The modules that hold experts by name; ``kind`` as for :func:`parallelize_experts`."""
+    """Return the modules that hold experts by name; ``kind`` as for :func:`parallelize_experts`."""
     return {name: module for name, module in model.named_modules() if (isinstance(module, kind) if kind else holds_experts(module))}
 
 
@@ -123,7 +123,7 @@ def _check(name: str, module: nn.Module, ranks: int, of: str) -> None:
 
 
 def _part(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """This rank's experts of ``parameter``."""
+    """Return this rank's experts of ``parameter``."""
     own = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
     part = nn.Parameter(DTensor.from_local(own, mesh, [Shard(0)], run_check=False), requires_grad=parameter.requires_grad)
     part.__dict__.update({**parameter.__dict__, SUMMED_OVER: mesh.size()})
@@ -169,7 +169,7 @@ class _ParallelForward(ABC):
         """Compute ``rows`` by this rank's experts, those of ``local``."""
 
     def _local(self) -> Any:
-        """The module with this rank's experts as plain tensors, for one call. The module itself stays as it is."""
+        """Return the module with this rank's experts as plain tensors, for one call. The module itself stays as it is."""
         local = object.__new__(self.kind)
         held = self.module._parameters.items()
         plain = {name: parameter if parameter is None else parameter.to_local() for name, parameter in held}

@@ -52,7 +52,7 @@ def init_process_group(backend: str | None = None, init_method: str | None = Non
 
 
 def single_threaded(backend: str | None) -> str | None:
-    """The name to give to torch for ``backend``, with this module's gloo in place of torch's."""
+    """Return the name to give to torch for ``backend``, with this module's gloo in place of torch's."""
     if not isinstance(backend, str | None):
         raise TypeError(f"backend is {backend!r}: give a name, as 'gloo' or 'cpu:gloo,cuda:nccl', or None")
     _register()
@@ -66,7 +66,7 @@ def single_threaded(backend: str | None) -> str | None:
 
 
 def create(store: Any, rank: int, size: int, timeout: timedelta = _TORCHS_TIMEOUT) -> Any:
-    """A ``ProcessGroupGloo`` with one worker thread, on the interfaces in ``GLOO_SOCKET_IFNAME``, else on the host name's."""
+    """Return a ``ProcessGroupGloo`` with one worker thread, on the interfaces in ``GLOO_SOCKET_IFNAME``, else on the host name's."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     # torch (ProcessGroupGloo::Options::create_default) ignores a single character and allows a trailing comma.
@@ -79,7 +79,7 @@ def create(store: Any, rank: int, size: int, timeout: timedelta = _TORCHS_TIMEOU
 
 
 def unrecorded() -> Any:
-    """A context for starting gloo operations that may finish after a profiler of this thread has stopped.
+    """Return a context for starting gloo operations that may finish after a profiler of this thread has stopped.
 
     torch's profiler records such an operation from its start to its wait. If it stops before the wait, the wait writes the end time into
     memory that the profiler has freed. Operations that start in this context are not recorded.
@@ -102,7 +102,7 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def worker_threads(group: dist.ProcessGroup) -> int:
-    """Number of threads that run the group's gloo collectives on host memory; 0 if gloo runs none."""
+    """Return the number of threads that run the group's gloo collectives on host memory; 0 if gloo runs none."""
     if torch.device("cpu") not in group._device_types:
         return 0
     backend: Any = group._get_backend(torch.device("cpu"))

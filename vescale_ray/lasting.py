@@ -26,7 +26,7 @@ class NotLasting(BadInput):
 
 
 def misread(path: str | os.PathLike[str]) -> str | None:
-    """The reason and the remedy if the path is most likely not the one that the user meant, else None."""
+    """Return the reason and the remedy if the path is most likely not the one that the user meant, else None."""
     text = os.fspath(path)
     if _ONE_SLASH.match(text):
         return "a URL has two slashes, but pathlib.Path removes one of them; give the URL as text"
@@ -38,7 +38,7 @@ def misread(path: str | os.PathLike[str]) -> str | None:
 
 
 def whole(path: str | os.PathLike[str]) -> str:
-    """``path`` as an absolute path without ``~`` and links; any URL except ``file://`` and ``local://`` is returned unchanged."""
+    """Return ``path`` as an absolute path without ``~`` and links; any URL except ``file://`` and ``local://`` is returned unchanged."""
     text = _ON_A_DISK.sub("", os.fspath(path))
     return text if "://" in text else str(Path(os.path.expanduser(text)).resolve())
 

@@ -136,7 +136,7 @@ def _alike(here: Any, entry: Any) -> bool:
 
 
 def _state_beside(param: Tensor, entry: FullTensor) -> Tensor:
-    """A state for ``entry``. Numbers stay plain tensors on the CPU, as torch's optimizers keep them."""
+    """Return a state for ``entry``. Numbers stay plain tensors on the CPU, as torch's optimizers keep them."""
     if entry.shape == () and param.ndim:
         return torch.zeros((), dtype=entry.dtype)
     with torch.no_grad():

@@ -469,7 +469,7 @@ def _changed(run: RunFolder) -> float:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON holds it: keys are text, and figures that are not finite become null."""
+    """Return the value as JSON holds it: keys are text, and figures that are not finite become null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):

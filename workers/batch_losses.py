@@ -58,5 +58,5 @@ class BatchLosses:
         return self._model(tokens, **more)
 
     def _sent(self, batch: Tensor) -> Tensor:
-        """The batch on the device. Only a copy from page-locked memory does not wait for the device's earlier work."""
+        """Return the batch on the device. Only a copy from page-locked memory does not wait for the device's earlier work."""
         return batch.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else batch.to(self._device)

@@ -190,13 +190,13 @@ def _read(weights: str, config: RunConfig, model: Any, beat: Callable[[], None])
 
 
 def weights_of(config: RunConfig) -> str | None:
-    """The folder of the run's initial weights, or None."""
+    """Return the folder of the run's initial weights, or None."""
     folder = config.model.hf
     return folder if folder is not None and hf.open_folder(folder).has_weights else None
 
 
 def layout_of(config: RunConfig, model: nn.Module) -> FileLayout:
-    """The layout of the weights of ``model.hf`` in files, by the parameters' names in ``model``, sharded or not."""
+    """Return the layout of the weights of ``model.hf`` in files, by the parameters' names in ``model``, sharded or not."""
     assert config.model.hf is not None
     return file_layout(hf.build(hf.open_folder(config.model.hf))).renamed(lora.base_names(model))
 

@@ -309,7 +309,7 @@ class Membership:
                 break
 
     def _flags(self) -> int:
-        """This rank's flags for the next step."""
+        """Return this rank's flags for the next step."""
         mine = BUSY if self._resources.writer.busy else 0
         if self._state.is_fenced(self._order.ticket):
             raise GroupFailed(f"generation {self._order.ticket} was closed by the controller")

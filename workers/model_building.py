@@ -43,7 +43,7 @@ milliseconds.)"""
 
 
 def build_model(config: RunConfig) -> nn.Module:
-    """The unsharded model of ``config.model``, on the meta device.
+    """Return the unsharded model of ``config.model``, on the meta device.
 
     Raises:
         ValueError: the folder or the factory gives no model, or raises, or its parameters or buffers can't be filled
@@ -135,7 +135,7 @@ def communicates(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def loss_function(path: str) -> Any:
-    """The function of ``model.loss``.
+    """Return the function of ``model.loss``.
 
     Raises:
         ValueError: it can't be imported.
@@ -147,7 +147,7 @@ def loss_function(path: str) -> Any:
 
 
 def _importable(path: str | None) -> str:
-    """The remedy for a function that can't be imported. A console script does not look for modules in the current folder."""
+    """Return the remedy for a function that can't be imported. A console script does not look for modules in the current folder."""
     module, _, name = (path or "").partition(":")
     file = Path(*module.removesuffix(".py").split(".")).with_suffix(".py")
     if str(Path.cwd()) in sys.path or "" in sys.path or not file.is_file():
@@ -156,7 +156,7 @@ def _importable(path: str | None) -> str:
 
 
 def function_of(path: str) -> Any:
-    """The function ``pkg.mod:name``. Raises ImportError or AttributeError if there is none."""
+    """Return the function ``pkg.mod:name``. Raises ImportError or AttributeError if there is none."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -244,7 +244,7 @@ class NextModel:
         return self._ready
 
     def take(self) -> Blank | None:
-        """The blank, for one trainer; None if there is none."""
+        """Return the blank, for one trainer; None if there is none."""
         taken, self._ready = self._ready, None
         return taken
 
@@ -290,7 +290,7 @@ def sharding_of(config: RunConfig, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def shared_experts(config: RunConfig, model: nn.Module) -> list[nn.Module]:
-    """The modules of ``model`` whose experts ``train.expert_parallel`` workers share; none without expert parallelism.
+    """Return the modules of ``model`` whose experts ``train.expert_parallel`` workers share; none without expert parallelism.
 
     Raises:
         ValueError: the model has no experts, or the workers do not divide them.
@@ -317,8 +317,8 @@ def check_shared_experts(model: nn.Module, workers: int, key: str) -> None:
 def build_sharded(
     config: RunConfig, device: torch.device, meshes: RankMeshes, blank: Blank, *, filled: bool
 ) -> tuple[Any, torch.optim.Optimizer]:
-    """The model sharded over the ranks of ``meshes``, without values, and its optimizer. All optimizer states exist, so they can be loaded
-    or given away before a step.
+    """Return the model sharded over the ranks of ``meshes``, without values, and its optimizer. All optimizer states exist, so they can be
+    loaded or given away before a step.
 
     Raises:
         BadInput: ``device`` has no FP8 products, and ``train.quantize_products`` needs them.

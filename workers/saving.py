@@ -212,5 +212,5 @@ def write_checkpoint_shard(shards: Shards, root: Any, attempt: str, *, epoch: in
 
 
 def stored_aux(rank: int, scalars: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A rank's auxiliary object of a checkpoint. The scalars are the same on all ranks, so only rank 0 writes them."""
+    """Return a rank's auxiliary object of a checkpoint. The scalars are the same on all ranks, so only rank 0 writes them."""
     return dict(scalars) if rank == 0 else None

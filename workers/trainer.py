@@ -221,14 +221,16 @@ class Trainer:
         return record
 
     def evaluate(self) -> tuple[float, int]:
-        """Mean nats per token on the held-out samples, and their number; ``(nan, 0)`` if none are held out. Collective.
+        """Return the mean nats per token on the held-out samples, and their number; ``(nan, 0)`` if none are held out. Collective.
 
         It uses the same ``data.eval_samples`` windows, evenly spaced, at every call and world size.
         """
         return self._mean_loss(self.dataset.heldout_batch, self.dataset.heldout_samples)
 
     def evaluate_sets(self) -> dict[str, tuple[float, int, float | None]]:
-        """Loss and number of samples of each evaluation set, as :meth:`evaluate`, and bits per byte of its text, if that is known."""
+        """Return the loss and number of samples of each evaluation set, as :meth:`evaluate`, and bits per byte of its text, if that is
+        known.
+        """
         found = {}
         for name, data in self.eval_sets.items():
             loss, samples = self._mean_loss(data.batch, data.num_samples)
@@ -260,7 +262,7 @@ class Trainer:
         return output if isinstance(output, Tensor) else output.logits
 
     def _mean_loss(self, read: Callable[[Any], tuple[Tensor, Tensor]], available: int) -> tuple[float, int]:
-        """Mean nats per token on ``data.eval_samples`` of the ``available`` samples of ``read``, and their number."""
+        """Return the mean nats per token on ``data.eval_samples`` of the ``available`` samples of ``read``, and their number."""
         count = min(self.config.data.eval_samples, available)
         if count == 0:
             return float("nan"), 0
@@ -329,7 +331,7 @@ class Trainer:
         return _Computed(nlls, fed, batches.divisor, sum(timed) / len(timed) if self.device.type == "cpu" else 0.0)
 
     def _waited_s(self) -> float:
-        """Seconds that forward and backward have waited for other ranks so far, those of parallel experts included."""
+        """Return the seconds that forward and backward have waited for other ranks so far, those of parallel experts included."""
         waited: float = self.model.waited_s
         return waited + wait_notes.counted_s().get("all_to_all", 0.0)
 
@@ -344,7 +346,7 @@ class Trainer:
             torch.cuda.manual_seed(seed)
 
     def _proof(self) -> Tensor:
-        """The number of ranks, summed up by an all-reduce. Its value shows whether all collectives before it were completed.
+        """Return the number of ranks, summed up by an all-reduce. Its value shows whether all collectives before it were completed.
 
         If a fence, or torch after an error, aborts an NCCL collective, its waiters see no error and its output is invalid. A communicator
         runs collectives in order. So if this later all-reduce gives the right sum, no earlier collective was aborted.

@@ -111,7 +111,7 @@ class UnitCompiler:
         self._problems: list[str] = []
 
     def compiled(self, kind: type, forward: Forward, *, in_pieces: bool = False) -> Forward:
-        """A forward of a unit of class ``kind``, to be compiled in its first call."""
+        """Return a forward of a unit of class ``kind``, to be compiled in its first call."""
         if in_pieces:
             self._ways[kind] = max(self.way(kind), 1)
         # By default inductor measures kernels and takes the fastest. Processes may then differ in the order of a sum.
@@ -132,7 +132,7 @@ class UnitCompiler:
         self._problems.append(f"train.compile = true: {kind.__name__} {what}, which is slower: {remedy} ({problem})")
 
     def take_problems(self) -> list[str]:
-        """The problems since the last call, one for each class."""
+        """Return the problems since the last call, one for each class."""
         problems, self._problems = self._problems, []
         return problems
 

@@ -68,7 +68,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def hello(self, wait_s: float) -> WorkerInfo | None:
-        """Identity of this worker once it is warm (:meth:`WorkerState.identity`)."""
+        """Return the identity of this worker once it is warm (:meth:`WorkerState.identity`)."""
         return self._state.identity(wait_s)
 
     @ray.method(concurrency_group="lifeline")
@@ -108,13 +108,15 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:
-        """The Python stacks of all threads. If the training thread waits in a collective, a first line ``in: ..`` names it."""
+        """Return the Python stacks of all threads. If the training thread waits in a collective, a first line ``in: ..`` names it."""
         collective = self._heartbeat.collective() if self._heartbeat is not None else ""
         return (f"{IN}{collective}\n\n" if collective else "") + stacks()
 
     @ray.method(concurrency_group="control")
     def unreached(self, addresses: Mapping[str, str], wait_s: float) -> tuple[str, ...]:
-        """The workers whose probe port this process does not reach within ``wait_s`` seconds. ``addresses``: probe port of each worker."""
+        """Return the workers whose probe port this process does not reach within ``wait_s`` seconds. ``addresses``: probe port of each
+        worker.
+        """
         return unreached(addresses, wait_s)
 
     @ray.method(concurrency_group="control")
@@ -244,7 +246,7 @@ def _uses_gpu(config: RunConfig) -> bool:
 
 
 def _device(config: RunConfig) -> torch.device:
-    """The device of this worker's shards, made ready."""
+    """Return the device of this worker's shards, made ready."""
     import torch
 
     if not _uses_gpu(config):

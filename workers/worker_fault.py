@@ -10,7 +10,9 @@ from vescale_ray.workers.network.process_groups import GroupFailed, describe, is
 
 
 def fault_of(error: BaseException) -> WorkerFault:
-    """The fault of a generation that ``error`` ended. Afterwards the error holds no frames, which would keep the group's sockets open."""
+    """Return the fault of a generation that ``error`` ended. Afterwards the error holds no frames, which would keep the group's sockets
+    open.
+    """
     return WorkerFault(_kind(error), describe(error))
 
 

@@ -84,7 +84,7 @@ class WorkerState:
     # ---------------------------------------------------------------------------------------------------- control threads
 
     def identity(self, wait_s: float) -> WorkerInfo | None:
-        """Identity of this worker once it is warm; None if it is still warming up after ``wait_s`` seconds.
+        """Return the identity of this worker once it is warm; None if it is still warming up after ``wait_s`` seconds.
 
         Raises:
             RuntimeError: the worker cannot start; the message is one line.
@@ -224,7 +224,7 @@ class WorkerState:
         self._outlined = outlined
 
     def take_flags(self) -> int:
-        """The flags asked for since the last call."""
+        """Return the flags asked for since the last call."""
         with self._change:
             flags, self._asked = self._asked, 0
             return flags

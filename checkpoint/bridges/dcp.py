@@ -75,7 +75,7 @@ class Ref:
 
 
 def nested(checkpoint: Checkpoint, entries: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The checkpoint's state as torch's ``get_*_state_dict`` would give it, with a :class:`Ref` for every tensor."""
+    """Return the checkpoint's state as torch's ``get_*_state_dict`` would give it, with a :class:`Ref` for every tensor."""
     called = {**ENTRIES, **(entries or {})}
     meta = checkpoint.meta
     where = f"checkpoint {checkpoint.commit.path}"
@@ -129,7 +129,7 @@ def _ref(checkpoint: Checkpoint, stored: str, kind: str) -> Ref:
 
 
 def _local(checkpoint: Checkpoint, name: str) -> str:
-    """A parameter's name within its entry."""
+    """Return a parameter's name within its entry."""
     entry = entry_of(name, checkpoint.meta.get("models", []))
     return name if entry == "model" else name.removeprefix(f"{entry}/")
 

@@ -63,7 +63,7 @@ class Archives:
                 raise ForeignFileError(f"{where}: it is not an archive of torch.save, or cut off: {said}") from None
 
     def payload(self, info: StorageInfo) -> Payload:
-        """The place of one archive's elements. Reads its description only."""
+        """Return the place of one archive's elements. Reads its description only."""
         key = (info.relative_path, info.offset)
         if key not in self._payloads:
             found = self.load(info, load_without_elements)
@@ -119,7 +119,9 @@ class DcpFiles(Archives):
                     )
 
     def object(self, key: str) -> Any:
-        """The plain value stored under ``key``, with its tensors on the CPU. Raises ForeignFileError if only unpickling could make it."""
+        """Return the plain value stored under ``key``, with its tensors on the CPU. Raises ForeignFileError if only unpickling could make
+        it.
+        """
         try:
             return self.load(self.objects[key], lambda file: torch.load(file, weights_only=True, map_location="cpu"))
         except ForeignFileError as error:

@@ -84,7 +84,7 @@ class DcpIndex:
 
 
 def read_index(data: bytes) -> DcpIndex:
-    """The index in ``data``.
+    """Return the index in ``data``.
 
     Raises:
         ForeignFileError: the data is cut off, refers to classes other than DCP's, or is not as DCP writes it, or the chunks of a tensor
@@ -248,7 +248,7 @@ def _counts(values: Any) -> TypeGuard[tuple[int, ...]]:
 
 
 def _brief(value: Any) -> str:
-    """A value from a file, shortened for a message."""
+    """Return a value from a file, shortened for a message."""
     if isinstance(value, (int, float, str, torch.dtype)) or value is None or _counts(value):
         text = repr(value)
     elif isinstance(value, (tuple, list)):

@@ -190,8 +190,9 @@ class DcpSource:
         self._tensors[name] = StoredTensor(tensor.shape, {**kinds, kind: tensor.dtype})
 
     def _owner(self, optimizer: str, name: str) -> str:
-        """The stored name of an optimizer's parameter, in the model after which the optimizer is named, or in the first model that has
-        it."""
+        """Return the stored name of an optimizer's parameter, in the model after which the optimizer is named, or in the first model that
+        has it.
+        """
         others = sorted((entry for entry in self._models if entry != "model"), key=lambda entry: not optimizer.startswith(entry))
         first = [entry for entry in others if optimizer.startswith(entry)]
         for entry in [*first, "model", *others]:

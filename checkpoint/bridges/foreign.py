@@ -105,7 +105,7 @@ class _Whole:
 
 
 def local_folder(folder: str | os.PathLike[str], what: str) -> Path:
-    """``folder`` as a path of this machine.
+    """Return ``folder`` as a path of this machine.
 
     Raises:
         ValueError: it is empty or a URL. Other programs' files are read from and written to local folders only.
@@ -206,7 +206,7 @@ def into_state(
 
 
 def state_of(target: nn.Module | Mapping[str, Any]) -> State:
-    """An import's target as a state. A module or a dict of tensors becomes the entry ``"model"``."""
+    """Return an import's target as a state. A module or a dict of tensors becomes the entry ``"model"``."""
     if isinstance(target, nn.Module) or all(isinstance(value, torch.Tensor) for value in target.values()):
         return {"model": target}
     if not isinstance(target, MutableMapping):
@@ -291,7 +291,7 @@ def _bytes(source: TensorSource, name: str, kind: str) -> int:
 
 
 def _cut(source: TensorSource, items: Sequence[tuple[str, str]], limit: int) -> Iterator[list[tuple[str, str, int, int]]]:
-    """The items' elements in order, in lists of at most ``limit`` bytes but at least one element. Tensors are cut if necessary."""
+    """Yield the items' elements in order, in lists of at most ``limit`` bytes but at least one element. Tensors are cut if necessary."""
     held: list[tuple[str, str, int, int]] = []
     room = limit
     for name, kind in items:
@@ -311,7 +311,7 @@ def _cut(source: TensorSource, items: Sequence[tuple[str, str]], limit: int) -> 
 
 
 def _room(source: TensorSource, name: str, kind: str, start: int, end: int) -> int:
-    """Bytes of a cut in the buffer: a multiple of 16, so that the next cut is aligned for any dtype."""
+    """Return the bytes of a cut in the buffer: a multiple of 16, so that the next cut is aligned for any dtype."""
     return -(-(end - start) * source.tensors[name].kinds[kind].itemsize // 16) * 16
 
 

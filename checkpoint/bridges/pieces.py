@@ -48,7 +48,7 @@ class FileLayout:
     prefix: str = ""
 
     def renamed(self, names: Mapping[str, str]) -> FileLayout:
-        """The layout with other names of the model's tensors: ``{name: new name}``."""
+        """Return the layout with other names of the model's tensors: ``{name: new name}``."""
         pieces = {file: replace(piece, name=names.get(piece.name, piece.name)) for file, piece in self.pieces.items()}
         return replace(self, pieces=pieces, shapes={names.get(name, name): shape for name, shape in self.shapes.items()})
 

@@ -39,7 +39,7 @@ class Located:
 
 
 def read_header(files: Files, name: str) -> tuple[dict[str, Located], dict[str, str]]:
-    """The tensors of file ``name``, and the texts of its ``__metadata__``.
+    """Return the tensors of file ``name``, and the texts of its ``__metadata__``.
 
     Raises:
         ForeignFileError: the file is not a complete safetensors file. The message names the file and the fault.
@@ -63,7 +63,7 @@ def read_header(files: Files, name: str) -> tuple[dict[str, Located], dict[str, 
 
 
 def header_of(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]], metadata: Mapping[str, str]) -> bytes:
-    """The header of a file with ``tensors`` (name, shape, dtype) in this order."""
+    """Return the header of a file with ``tensors`` (name, shape, dtype) in this order."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     position = 0
     for name, shape, dtype in tensors:

@@ -13,7 +13,7 @@ def commit_name(epoch: int, step: int) -> str:
 
 
 def parse_commit_name(name: str) -> tuple[int, int] | None:
-    """``(epoch, step)``, the order of commits; ``None`` if ``name`` is not a commit's name."""
+    """Return ``(epoch, step)``, the order of commits; ``None`` if ``name`` is not a commit's name."""
     match = _COMMIT.fullmatch(name)
     if match is None:
         return None

@@ -53,7 +53,7 @@ def sampled(flats: Sequence[torch.Tensor]) -> str:
 
 
 def each_once(pieces: Iterable[Held], itemsize: int) -> list[Held]:
-    """Each element once, from pieces that may overlap. Duplicates stay unused in their objects."""
+    """Return each element once, from pieces that may overlap. Duplicates stay unused in their objects."""
     taken: list[Held] = []
     position = 0
     for start, end, rank, offset in sorted(pieces, key=lambda piece: (piece[0], -piece[1], piece[2])):
@@ -65,7 +65,7 @@ def each_once(pieces: Iterable[Held], itemsize: int) -> list[Held]:
 
 
 def contradiction(store: ObjectStore, votes: Sequence[Vote]) -> str | None:
-    """A sentence on the first tensor whose copies differ between ranks; None if there is none.
+    """Return a sentence on the first tensor whose copies differ between ranks; None if there is none.
 
     Copies of the same interval are compared by their digests. If these differ, or the intervals differ, the common elements are read. Drift
     (:data:`DRIFT`) is logged.

@@ -64,7 +64,7 @@ def encode_sums(sums: np.ndarray) -> str:
 
 
 def decode_sums(text: str) -> np.ndarray:
-    """The block sums in ``text``. Raises ValueError if it is not base64 of whole 64-bit words."""
+    """Return the block sums in ``text``. Raises ValueError if it is not base64 of whole 64-bit words."""
     try:
         raw = base64.b64decode(text, validate=True)
     except binascii.Error as error:
@@ -107,7 +107,7 @@ class RangeDigests:
 
 
 def view_of(buffer: torch.Tensor) -> memoryview:
-    """The bytes of a uint8 CPU tensor, shared."""
+    """Return the bytes of a uint8 CPU tensor, shared."""
     return buffer.numpy().data
 
 
@@ -124,7 +124,7 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """A contiguous 1-D tensor of any dtype as uint8, shared: bool, bfloat16, float8 and NaN payloads pass bit for bit."""
+    """Return a contiguous 1-D tensor of any dtype as uint8, shared: bool, bfloat16, float8 and NaN payloads pass bit for bit."""
     if flat.dtype == torch.uint8:
         return flat
     if flat.is_complex():

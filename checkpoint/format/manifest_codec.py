@@ -30,7 +30,7 @@ MAX_BYTES = 256 << 20
 
 
 def seal(body: bytes) -> bytes:
-    """``body``, a newline, the SHA-256 of both in hexadecimal, a newline."""
+    """Return ``body``, a newline, the SHA-256 of both in hexadecimal, a newline."""
     body += b"\n"
     return body + hashlib.sha256(body).hexdigest().encode() + b"\n"
 

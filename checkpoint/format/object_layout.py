@@ -134,7 +134,7 @@ class ObjectLayout:
     order: tuple[int, ...] = field(repr=False)
 
     def header(self, metadata: Mapping[str, str]) -> builtins.bytes:
-        """The object's first ``header_bytes`` bytes."""
+        """Return the object's first ``header_bytes`` bytes."""
         about = json.dumps({"format": FORMAT, **metadata}, separators=(",", ":"))
         if len(about) > _METADATA_ROOM - len('"__metadata__":,'):
             raise ValueError(f"the metadata of an object takes {len(about)} bytes; at most {_METADATA_ROOM - 16} fit")
@@ -227,7 +227,7 @@ class Described(Protocol):
 
 
 def lay_out(pieces: Sequence[Described]) -> ObjectLayout:
-    """The layout of an object of these pieces. Raises ValueError as :func:`plan_object`."""
+    """Return the layout of an object of these pieces. Raises ValueError as :func:`plan_object`."""
     kinds = tensor_kinds((p.name, p.kind, dtype_name(p.dtype), p.shape) for p in pieces)
     groups = group_tensors(kinds)
     group_of = {name: index for index, (_, names) in enumerate(groups) for name in names}
@@ -274,7 +274,7 @@ def lay_out(pieces: Sequence[Described]) -> ObjectLayout:
 
 
 def tensor_kinds(entries: Iterable[tuple[str, str, str, tuple[int, ...]]]) -> dict[str, dict[str, str]]:
-    """``{name: {kind: dtype}}`` in order of first occurrence, from (name, kind, dtype, shape) entries.
+    """Return ``{name: {kind: dtype}}`` in order of first occurrence, from (name, kind, dtype, shape) entries.
 
     Raises:
         ValueError: shapes or dtypes contradict each other.
@@ -327,12 +327,12 @@ def merge_orders(orders: Iterable[Iterable[K]]) -> list[K]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name in the manifest: ``torch.bfloat16`` -> ``"bfloat16"``."""
+    """Return the dtype's name in the manifest: ``torch.bfloat16`` -> ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of that name. Raises ValueError for a name that this torch does not know."""
+    """Return the dtype of that name. Raises ValueError for a name that this torch does not know."""
     dtype = vars(torch).get(name)  # not getattr(), which imports some of torch's modules
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype {name!r} is not known to torch {torch.__version__}")

@@ -28,15 +28,16 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 
 def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
-    """An uninitialised uint8 CPU tensor of ``size`` bytes with an address that is a multiple of 4096 (torch and numpy do not ensure
-    that)."""
+    """Return an uninitialised uint8 CPU tensor of ``size`` bytes with an address that is a multiple of 4096 (torch and numpy do not ensure
+    that).
+    """
     raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
     shift = -raw.data_ptr() % ALIGNMENT
     return raw[shift : shift + size]
 
 
 def transfer_buffers(count: int, size: int, moved: int, *, pinned: bool = False) -> list[torch.Tensor]:
-    """``count`` aligned uint8 buffers of ``size`` bytes each, through which ``moved`` bytes in total will go.
+    """Return ``count`` aligned uint8 buffers of ``size`` bytes each, through which ``moved`` bytes in total will go.
 
     They share one mapping from the system, in huge pages if that pays and the system has some. It is returned at once when the last buffer
     is dropped; an allocator would keep it for the thread. ``pinned``: page-locked, by torch.
@@ -57,7 +58,7 @@ def transfer_buffers(count: int, size: int, moved: int, *, pinned: bool = False)
 
 
 def touched_buffer(size: int) -> torch.Tensor:
-    """A buffer of at least ``size`` bytes from the system, with every page present. It is freed as a whole with the last view.
+    """Return a buffer of at least ``size`` bytes from the system, with every page present. It is freed as a whole with the last view.
 
     It does not use huge pages: on a virtual machine that returns free memory to its host, 512 MiB of them took 2 s to arrive, against 0.3
     s.

@@ -86,7 +86,7 @@ def _piece(name: str, kind: str, dtype: str, shape: list[int], tiles: Any, start
 
 
 def new_attempt() -> str:
-    """A fresh identifier for one attempt to save one step; all ranks of the attempt share it."""
+    """Return a fresh identifier for one attempt to save one step; all ranks of the attempt share it."""
     return uuid.uuid4().hex
 
 
@@ -175,7 +175,7 @@ def write_staged(
 
 
 def encode_aux(aux: Mapping[str, Any]) -> bytes:
-    """A rank's own values as stored JSON; later changes of ``aux`` do not affect it."""
+    """Return a rank's own values as stored JSON; later changes of ``aux`` do not affect it."""
     return json.dumps(aux, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -256,7 +256,7 @@ def _copied(
     pinned: bool,
     cancelled: Callable[[], bool],
 ) -> Generator[memoryview]:
-    """The object in chunks. Each is hashed in the buffer that is then written, so the checksums cover exactly the written bytes."""
+    """Return the object in chunks. Each is hashed in the buffer that is then written, so the checksums cover exactly the written bytes."""
     offsets = range(0, plan.bytes, chunk_bytes)
     # Pin here: pinning in a store's new thread would open a context on GPU 0 on every rank.
     buffers = transfer_buffers(len(offsets[:UNDER_WAY]), min(chunk_bytes, plan.bytes), plan.bytes, pinned=pinned)
@@ -277,7 +277,7 @@ def _copied(
 def _in_place(
     whole: memoryview, sums: list[int], digests: RangeDigests, block_bytes: int, chunk_bytes: int, cancelled: Callable[[], bool]
 ) -> Generator[memoryview]:
-    """The object in chunks of the memory in which it is staged, each hashed."""
+    """Yield the object in chunks of the memory in which it is staged, each hashed."""
     for offset in range(0, len(whole), chunk_bytes):
         _go_on(cancelled)
         view = whole[offset : offset + chunk_bytes]

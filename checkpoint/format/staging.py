@@ -94,7 +94,7 @@ class SlabPool:
             return sum(slab.buffer.numel() for slab in self._alive)
 
     def take(self, nbytes: int) -> Slab:
-        """A slab of at least ``nbytes`` bytes; a fresh one if no free one is large enough."""
+        """Return a slab of at least ``nbytes`` bytes; a fresh one if no free one is large enough."""
         with self.lock:
             for index, slab in enumerate(self._free):
                 if slab.buffer.numel() >= nbytes:
@@ -147,8 +147,9 @@ class Copying:
 
 
 def written(pieces: Sequence[ShardPiece]) -> Any:
-    """The event at which the pieces' current values are written, for :func:`copy_pieces` in another thread. None if they are written
-    already."""
+    """Return the event at which the pieces' current values are written, for :func:`copy_pieces` in another thread. None if they are written
+    already.
+    """
     device = next((piece.data.device for piece in pieces if piece.data.is_cuda), None)
     return None if device is None else torch.cuda.current_stream(device).record_event()
 

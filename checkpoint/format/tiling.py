@@ -45,7 +45,7 @@ class Tiling:
 
     @staticmethod
     def of(shape: Sequence[int], parts: Mapping[int, Sequence[int]]) -> Tiling:
-        """The order for a tensor whose holders have the sizes ``parts[d]`` along dimension ``d``."""
+        """Return the order for a tensor whose holders have the sizes ``parts[d]`` along dimension ``d``."""
         cuts = []
         for dim, sizes in sorted(parts.items()):
             counted: list[list[int]] = []
@@ -62,7 +62,7 @@ class Tiling:
 
     @staticmethod
     def around(shape: Sequence[int], box: Box) -> Tiling:
-        """A tiling in which ``box`` is a tile, or a range of rows of a tile, so that it is stored in one or few intervals."""
+        """Return a tiling in which ``box`` is a tile, or a range of rows of a tile, so that it is stored in one or few intervals."""
         return Tiling.of(shape, {d: [o, n, shape[d] - o - n] for d, (o, n) in enumerate(zip(*box, strict=True)) if d})
 
     @property
@@ -70,7 +70,7 @@ class Tiling:
         return math.prod(sum(count for _, count in sizes) for _, sizes in self.cuts)
 
     def problem(self, shape: Sequence[int]) -> str | None:
-        """The reason why this order does not fit a tensor of this shape; None if it fits."""
+        """Return the reason why this order does not fit a tensor of this shape; None if it fits."""
         dims = [dim for dim, _ in self.cuts]
         if any(not 0 < dim < len(shape) for dim in dims) or dims != sorted(set(dims)):
             return f"tiles along dimensions {dims} of shape {tuple(shape)}"
@@ -113,7 +113,7 @@ class Tiling:
 
     @staticmethod
     def from_json(raw: Any) -> Tiling:
-        """A tiling from JSON. Raises ValueError if it is not a list of cuts; :meth:`problem` tells whether they fit a shape."""
+        """Return a tiling from JSON. Raises ValueError if it is not a list of cuts; :meth:`problem` tells whether they fit a shape."""
         try:
             if not isinstance(raw, list):
                 raise TypeError
@@ -192,7 +192,7 @@ class _Grid:
         return found[0], found[1] - found[0] + 1
 
     def lines(self, start: int, end: int, other: _Grid | None) -> int:
-        """Number of runs of :meth:`by_rows`; with ``other``, the number of its cells that these runs cross.
+        """Return the number of runs of :meth:`by_rows`; with ``other``, the number of its cells that these runs cross.
 
         It is counted per tile, since all runs of a tile cross equally many cells.
         """
@@ -244,7 +244,7 @@ class _Grid:
 
 
 def _clipped(here: np.ndarray, length: np.ndarray, there: np.ndarray, start: int, end: int) -> Runs:
-    """The parts within ``[start, end)`` of runs that begin at ``here`` in the first order and at ``there`` in the other."""
+    """Return the parts within ``[start, end)`` of runs that begin at ``here`` in the first order and at ``there`` in the other."""
     low, high = np.maximum(here, start), np.minimum(here + length, end)
     kept = high > low
     return (there + low - here)[kept], (high - low)[kept], (low - start)[kept]

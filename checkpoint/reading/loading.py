@@ -193,7 +193,7 @@ def _load_one(
 
 
 def _own(where: str, rank: int, aux: Any) -> Any:
-    """This rank's own ``aux`` of the save. Raises CheckpointMismatch."""
+    """Return this rank's own ``aux`` of the save. Raises CheckpointMismatch."""
     if not isinstance(aux, dict) or "values" not in aux:
         return aux.get("user") if isinstance(aux, dict) else None
     try:
@@ -230,7 +230,7 @@ def prepared(
 
 
 def _agreed(where: str, holder: Holder, among: Set[Pair], flat: FlatState, choice: TensorChoice, cast: bool) -> dict[Pair, Pair]:
-    """``{pair here: pair stored}`` of the tensors to read.
+    """Return ``{pair here: pair stored}`` of the tensors to read.
 
     Args:
         among: stored pairs that belong to the state's entries and must not be left over.

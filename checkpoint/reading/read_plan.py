@@ -69,7 +69,7 @@ class Segment:
     copies: np.ndarray = field(default_factory=lambda: np.zeros((0, 4), np.int64), repr=False)
 
     def blocks(self) -> Iterator[ReadBlock]:
-        """The copies, with evenly spaced ones merged."""
+        """Yield the copies, with evenly spaced ones merged."""
         copies = self.copies
         count = len(copies)
         if count < _FEW:
@@ -125,7 +125,7 @@ Wanted = tuple[Range, TensorEntry, Extents]
 
 
 def batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
-    """The same requests, in order, in lists of at most about :data:`MOST_PARTS` parts; larger requests are cut."""
+    """Yield the same requests, in order, in lists of at most about :data:`MOST_PARTS` parts; larger requests are cut."""
     batch: list[Wanted] = []
     total = 0
     for asked, entry, extents in wanted:
@@ -150,7 +150,7 @@ def batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
 
 
 def _parts(asked: Range, entry: TensorEntry, extents: Extents, start: int, end: int) -> int:
-    """An estimate of the number of parts of elements ``[start, end)`` of a range. It never decreases with ``end``."""
+    """Return an estimate of the number of parts of elements ``[start, end)`` of a range. It never decreases with ``end``."""
     if asked.tiling != entry.tiling:
         return runs_between(entry.shape, asked.tiling, entry.tiling, start, end)
     low, high = _met(extents, entry.base + start, entry.base + end)
@@ -206,7 +206,7 @@ def plan_reads(manifest: Manifest, wanted: Sequence[Wanted], request_bytes: int,
 
 
 def _met(extents: Extents, start: int, end: int) -> tuple[int, int]:
-    """The first row of the extents that overlaps elements ``[start, end)`` of the group, and the row after the last."""
+    """Return the first row of the extents that overlaps elements ``[start, end)`` of the group, and the row after the last."""
     return int(np.searchsorted(extents.end, start, side="right")), int(np.searchsorted(extents.start, end, side="left"))
 
 
@@ -252,7 +252,7 @@ def _solid(rows: np.ndarray) -> list[tuple[int, int, int, int, int]]:
 
 
 def _segments(stored: ObjectEntry, index: int, low: int, high: int, chunk: int, rows: np.ndarray) -> list[Segment]:
-    """The object's bytes ``[low, high)`` as requests of ``chunk`` bytes, each with its parts of ``rows``."""
+    """Return the object's bytes ``[low, high)`` as requests of ``chunk`` bytes, each with its parts of ``rows``."""
     start, end = rows[:, 1], rows[:, 1] + rows[:, 2]
     first_of = (start - low) // chunk
     counts = (end - 1 - low) // chunk - first_of + 1

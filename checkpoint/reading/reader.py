@@ -73,7 +73,7 @@ class Checkpoint:
         return {t.fqn: StoredTensor(t.shape, kinds[t.group]) for t in self.manifest.tensors}
 
     def aux(self, rank: int) -> Any:
-        """The ``aux`` that rank ``rank`` of the saving world gave; ``None`` if it gave none.
+        """Return the ``aux`` that rank ``rank`` of the saving world gave; ``None`` if it gave none.
 
         Raises:
             CheckpointCorrupt: the object is missing or damaged.
@@ -93,12 +93,12 @@ class Checkpoint:
         return None
 
     def names(self, key: str = "model") -> dict[str, str]:
-        """``{name within the entry: stored name}`` of one entry of the saved state, aliases of tied tensors included."""
+        """Return ``{name within the entry: stored name}`` of one entry of the saved state, aliases of tied tensors included."""
         check_saved_meta(f"checkpoint {self.commit.path}", self.meta, optimizers=False)
         return entry_names(self, key)
 
     def read(self, name: str, kind: str = "param", *, device: torch.device | str = "cpu", budget_bytes: int = BUDGET_BYTES) -> torch.Tensor:
-        """A whole tensor, verified."""
+        """Return a whole tensor, verified."""
         entry, extents = self._find(name, kind)
         return self.read_range(name, 0, entry.numel, kind, device=device, budget_bytes=budget_bytes).view(entry.shape)
 
@@ -112,7 +112,7 @@ class Checkpoint:
         device: torch.device | str = "cpu",
         budget_bytes: int = BUDGET_BYTES,
     ) -> torch.Tensor:
-        """Elements ``[start, end)`` of a tensor, flat (row-major), verified."""
+        """Return elements ``[start, end)`` of a tensor, flat (row-major), verified."""
         entry, extents = self._find(name, kind)
         _check_bounds(name, kind, start, end, entry)
         flat = torch.empty(end - start, dtype=extents.dtype, device=device)
@@ -129,7 +129,7 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
         budget_bytes: int = BUDGET_BYTES,
     ) -> dict[str, torch.Tensor]:
-        """The weights as plain tensors by name, for ``load_state_dict``. Needs no process group. Tied names share one tensor.
+        """Return the weights as plain tensors by name, for ``load_state_dict``. Needs no process group. Tied names share one tensor.
 
         Args:
             key: entry of the saved state (``"ema"``, ..).
@@ -413,7 +413,7 @@ def _put(buffer: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, block: Rea
 
 
 def bad_blocks(manifest: Manifest, segment: Segment, buffer: memoryview) -> list[int]:
-    """Numbers of the object's blocks in ``buffer`` whose checksum differs."""
+    """Return the numbers of the object's blocks in ``buffer`` whose checksum differs."""
     stored = manifest.objects[segment.object]
     first = segment.offset // stored.block_bytes
     found = block_sums(buffer, stored.block_bytes)
@@ -457,7 +457,7 @@ def _padded(size: int) -> int:
 
 
 def _unreadable(store: ObjectStore, key: str, error: OSError, tensors: tuple[str, ...] = ()) -> Exception:
-    """The error of a failed read: the object is damaged, or only out of reach."""
+    """Return the error of a failed read: the object is damaged, or only out of reach."""
     if isinstance(error, KeyMissing):
         return CheckpointCorrupt(key, None, tensors, "it is missing (deleted, or collected since)")
     if out_of_reach(error):

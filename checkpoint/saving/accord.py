@@ -119,8 +119,8 @@ class Accord:
         return (self.rank, self.world) == (rank, world) and (world == 1 or self._group is (group or dist.group.WORLD))
 
     def key(self, step: int) -> str:
-        """Key of the next save of ``step``. Call it from the training thread, so that all ranks count several savers' saves of a step in
-        the same order.
+        """Return the key of the next save of ``step``. Call it from the training thread, so that all ranks count several savers' saves of a
+        step in the same order.
 
         Raises:
             SaveFailed: the store does not answer.
@@ -203,7 +203,7 @@ class Accord:
     def _collect(
         self, key: str, own: Word, name: Callable[[], tuple[str, int]], timeout_s: float, cancelled: Callable[[], bool]
     ) -> tuple[Verdict, bool]:
-        """The verdict, and whether every rank sent its word."""
+        """Return the verdict, and whether every rank sent its word."""
         assert self._store is not None
         deadline = time.monotonic() + timeout_s
         words, absent = [own], []

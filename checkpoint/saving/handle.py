@@ -39,7 +39,7 @@ class SaveHandle:
 
     @classmethod
     def finished(cls, step: int, commit: Commit, seconds: float) -> SaveHandle:
-        """The handle of a save that ended before it returned."""
+        """Return the handle of a save that ended before it returned."""
         handle = cls(step, None)
         handle.stall_s = handle.persist_s = seconds
         handle.staged()
@@ -82,7 +82,7 @@ class SaveHandle:
         return self._done.is_set()
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
-        """The reason why there is no commit; ``None`` if there is one. Waits as :meth:`wait`."""
+        """Return the reason why there is no commit; ``None`` if there is one. Waits as :meth:`wait`."""
         self._wait(timeout_s)
         self.surfaced = True
         return self._error
@@ -127,7 +127,7 @@ class SaveHandle:
         return self
 
     def trouble(self) -> str | None:
-        """The error of an ended save that was not reported to a caller yet."""
+        """Return the error of an ended save that was not reported to a caller yet."""
         return str(self._error) if self.done() and self._error is not None and not self.surfaced else None
 
     def _wait(self, timeout_s: float | None) -> None:

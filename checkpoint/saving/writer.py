@@ -124,8 +124,9 @@ class SaveWriter:
             job.handle.end(SaveAborted(f"step {job.step}: given up, {reason}; earlier checkpoints are untouched"))
 
     def trouble(self, bound_s: float = math.inf, but: SaveHandle | None = None) -> str | None:
-        """The first failure that was not reported yet, except that of ``but``. A save that is unfinished after ``bound_s`` seconds is given
-        up."""
+        """Return the first failure that was not reported yet, except that of ``but``. A save that is unfinished after ``bound_s`` seconds
+        is given up.
+        """
         with self._change:
             now = time.perf_counter()
             for job in self._current:
@@ -257,7 +258,7 @@ class SaveWriter:
         return job.vote
 
     def _name(self, job: SaveJob) -> tuple[str, int]:
-        """Name and epoch of a new attempt, on rank 0."""
+        """Return the name and epoch of a new attempt, on rank 0."""
         listed = newest_order(self._store)
         if listed is not None and self._committed is not None and listed > self._committed and listed not in self._tried:
             _log.warning(

@@ -65,7 +65,7 @@ def _tensors_elsewhere(key: str, holder: Saved, flat: FlatState, choice: TensorC
 
 
 def plain_values(where: str, state: Mapping[str, Any], holder: Saved) -> dict[str, Any]:
-    """The values that ``holder`` has for the entries of ``state`` that are neither tensors nor optimizers.
+    """Return the values that ``holder`` has for the entries of ``state`` that are neither tensors nor optimizers.
 
     Raises:
         CheckpointMismatch: a value is malformed. CheckpointCorrupt: its bytes are damaged.

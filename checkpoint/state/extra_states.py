@@ -22,7 +22,7 @@ from .plain_entries import plain_value
 
 
 def extra_key(name: str, models: Iterable[str]) -> str:
-    """The entry that holds the extra state ``name`` as a plain value."""
+    """Return the entry that holds the extra state ``name`` as a plain value."""
     entry = entry_of(name, models)
     return f"{entry}.{name.removeprefix(f'{entry}/')}"
 
@@ -69,7 +69,7 @@ def _fit(name: str, flat: FlatState, shape: tuple[int, ...], dtype: torch.dtype,
 
 
 def _name_of(key: str, entries: Iterable[str]) -> str | None:
-    """The name of the extra state in the plain entry ``key``, if it is one of ``entries``."""
+    """Return the name of the extra state in the plain entry ``key``, if it is one of ``entries``."""
     entry = max((entry for entry in entries if is_extra(key) and key.startswith(f"{entry}.")), key=len, default=None)
     inner = key.removeprefix(f"{entry}.")
     return None if entry is None else inner if entry == "model" else f"{entry}/{inner}"

@@ -104,7 +104,7 @@ class TensorChoice:
         return chosen(name, self.include, self.exclude)
 
     def source(self, pair: Pair, flat: FlatState, holder: Holder) -> Pair:
-        """The stored pair of the model's pair; for a tied tensor, of its first name that the checkpoint has."""
+        """Return the stored pair of the model's pair; for a tied tensor, of its first name that the checkpoint has."""
         name, kind = pair
         if kind == "state" and name in flat.owners:
             owner, state_kind = flat.owners[name]
@@ -121,7 +121,7 @@ class TensorChoice:
 
 
 def flatten_models(state: Mapping[str, Any]) -> FlatState:
-    """The tensors of a state's modules and dicts of tensors, by name."""
+    """Return the tensors of a state's modules and dicts of tensors, by name."""
     flat, owner = FlatState(), dict[str, str]()
     for key, value in state.items():
         if not is_tensors(key, value):

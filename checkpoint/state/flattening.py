@@ -56,7 +56,7 @@ def flatten_targets(where: str, state: Mapping[str, Any], checkpoint: Saved, cho
 
 
 def stored_pairs(state: Mapping[str, Any], checkpoint: Saved) -> set[Pair]:
-    """The stored (name, kind) pairs that belong to the entries of ``state``, for which a strict load must find a place."""
+    """Return the stored (name, kind) pairs that belong to the entries of ``state``, for which a strict load must find a place."""
     meta = checkpoint.meta
     models = meta.get("models", ["model"])
     wanted = {key for key, value in state.items() if is_tensors(key, value)}

@@ -94,7 +94,7 @@ def match(
 
 
 def _prefixed(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
-    """The remedy if all missing names are the unexpected ones with another beginning, as ``module.`` of DDP."""
+    """Return the remedy if all missing names are the unexpected ones with another beginning, as ``module.`` of DDP."""
     for here, there, longer in ((missing, unexpected, False), (unexpected, missing, True)):
         first = next((name for name in there if here and name.endswith(f".{here[0]}")), None)
         prefix = first.removesuffix(here[0]) if first is not None else None

@@ -20,7 +20,7 @@ Globs = str | Iterable[str]
 
 
 def globs(patterns: Globs) -> tuple[str, ...]:
-    """One glob or several, as a tuple. Raises ValueError for any other value."""
+    """Return one glob or several, as a tuple. Raises ValueError for any other value."""
     found = (patterns,) if isinstance(patterns, str) else tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
     for one in found:
         if not isinstance(one, str):
@@ -29,7 +29,7 @@ def globs(patterns: Globs) -> tuple[str, ...]:
 
 
 def entry_of(name: str, entries: Iterable[str]) -> str:
-    """The state's entry that the tensor stored as ``name`` belongs to: the longest one that is a prefix of the name, or "model"."""
+    """Return the state's entry that the tensor stored as ``name`` belongs to: the longest one that is a prefix of the name, or "model"."""
     return max((entry for entry in entries if entry != "model" and name.startswith(f"{entry}/")), key=len, default="model")
 
 
@@ -67,7 +67,7 @@ class NameTable:
         return name
 
     def inverse(self) -> NameTable:
-        """The table of the opposite direction.
+        """Return the table of the opposite direction.
 
         Raises:
             ValueError: a rule has a regular expression or a ``?``, which has no opposite.
@@ -78,7 +78,7 @@ class NameTable:
         return NameTable({to: pattern for pattern, to in self.rules.items()})
 
     def map(self, names: Iterable[str]) -> dict[str, str]:
-        """``{name: its new name}``.
+        """Return ``{name: its new name}``.
 
         Raises:
             CheckpointMismatch: two names would become one.
@@ -93,7 +93,7 @@ class NameTable:
 
 
 def table_of(rename: Mapping[str, str] | NameTable | None) -> NameTable:
-    """``rename`` as a table. Raises ValueError for any other type."""
+    """Return ``rename`` as a table. Raises ValueError for any other type."""
     if rename is not None and not isinstance(rename, (NameTable, Mapping)):
         raise ValueError(f"rename is a {type(rename).__name__}; give a table {{name here: name there}}")
     return rename if isinstance(rename, NameTable) else NameTable(rename)

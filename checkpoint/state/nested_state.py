@@ -25,7 +25,7 @@ def is_nested(value: Any) -> bool:
 
 
 def leaves(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a nested value by their paths, each tensor once."""
+    """Return the tensors in a nested value by their paths, each tensor once."""
     seen: set[int] = set()
 
     def walk(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -44,7 +44,7 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def fold(what: str, name: str, value: Any, paths: Mapping[int, str]) -> dict[str, Any]:
-    """A nested value as JSON.
+    """Return a nested value as JSON.
 
     Args:
         what, name: description and name of the value, for messages.
@@ -64,7 +64,7 @@ def fold(what: str, name: str, value: Any, paths: Mapping[int, str]) -> dict[str
 
 
 def as_json(what: str, name: str, value: Any) -> Any:
-    """A value of an optimizer that has no tensor of its own, as JSON: by ``encode`` if that can hold it, else as a plain value.
+    """Return a value of an optimizer that has no tensor of its own, as JSON: by ``encode`` if that can hold it, else as a plain value.
 
     Raises:
         ValueError: it cannot be stored.
@@ -82,7 +82,7 @@ def is_folded(value: Any) -> bool:
 
 
 def unfold(value: Any, tensor: Callable[[Any], Any] | None = None, like: Any = None) -> Any:
-    """The inverse of :func:`fold`, and of ``encode`` for any other value of an optimizer.
+    """Return the inverse of :func:`fold`, and of ``encode`` for any other value of an optimizer.
 
     Args:
         tensor: function from the path of a tensor to the tensor.

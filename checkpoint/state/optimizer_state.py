@@ -68,7 +68,7 @@ def _is_scalar(param: torch.Tensor, state_key: str, value: Any) -> bool:
 
 
 def _tensors(param: torch.Tensor, state_key: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of one state that are stored as such, by their paths: the state itself, or those in it."""
+    """Yield the tensors of one state that are stored as such, by their paths: the state itself, or those in it."""
     if is_nested(value) or isinstance(value, torch.Tensor):
         for path, tensor in leaves(state_key, value):
             if not _is_scalar(param, path.rpartition("/")[2], tensor):
@@ -118,7 +118,7 @@ def flatten_optimizer(key: str, optimizer: torch.optim.Optimizer, flat: FlatStat
 
 
 def _shared(key: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The states whose keys are no parameters, which torch stores, too."""
+    """Return the states whose keys are no parameters, which torch stores, too."""
     shared: dict[str, Any] = {}
     states: Mapping[Any, Any] = optimizer.state
     for state_key, value in states.items():
@@ -180,7 +180,7 @@ def _check_sort(key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, 
 def _hyper_of(
     key: str, index: int, names: list[str], saved: Mapping[str, Any], flat: FlatState, checkpoint: Saved, choice: TensorChoice
 ) -> Mapping[str, Any] | None:
-    """The stored hyperparameters shared by all parameters of one group; ``None`` if none is stored."""
+    """Return the stored hyperparameters shared by all parameters of one group; ``None`` if none is stored."""
     by_name = {checkpoint.aliases.get(n, n): group["hyper"] for group in saved["groups"] for n in group["params"]}
     found = [by_name[stored] for stored in (_stored(name, flat, checkpoint, choice) for name in names) if stored in by_name]
     if any(hyper != found[0] for hyper in found):
@@ -219,7 +219,7 @@ def create_states(
 
 
 def _form(param: torch.Tensor, kind: str, source: str, checkpoint: Saved) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Shape and dtype that a state of ``param`` has if it is stored, for the parameter ``source``; else ``None``.
+    """Return the shape and dtype that a state of ``param`` has if it is stored, for the parameter ``source``; else ``None``.
 
     A state of its parameter's dtype keeps to it if the load casts the parameter: torch's optimizers can't step others.
     """
@@ -277,7 +277,7 @@ def _nested_target(
     live: Mapping[str, torch.Tensor],
     path: str,
 ) -> torch.Tensor:
-    """The tensor to read a nested state's tensor ``path`` into: the live one if it fits, or a new one."""
+    """Return the tensor to read a nested state's tensor ``path`` into: the live one if it fits, or a new one."""
     form = _form(param, kind_of(key, path), source, checkpoint)
     if form is None:
         raise CheckpointMismatch(f"optimizer {key!r} has no tensor {path!r} of {name!r} in the checkpoint, but names it")
@@ -291,8 +291,9 @@ def _nested_target(
 def stateless(
     key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: FlatState, checkpoint: Saved, choice: TensorChoice
 ) -> set[str]:
-    """Names of the parameters that have no state in the checkpoint, for example since it was saved before the first step. Their states go,
-    as in torch. Combined optimizers have all states from the start, and so miss them."""
+    """Return the names of the parameters that have no state in the checkpoint, for example since it was saved before the first step. Their
+    states go, as in torch. Combined optimizers have all states from the start, and so miss them.
+    """
     if hasattr(optimizer, "optimizers"):
         return set()
     scalars = {checkpoint.aliases.get(name, name) for by_name in saved["scalars"].values() for name in by_name}

@@ -62,12 +62,12 @@ class Packed:
 
 
 def data_name(key: str) -> str:
-    """Name of the tensor, of kind :data:`KIND`, that holds the bytes of the plain entry ``key``."""
+    """Return the name of the tensor, of kind :data:`KIND`, that holds the bytes of the plain entry ``key``."""
     return f"state.{key}"
 
 
 def pack(what: str, value: Any, inline: float = INLINE_BYTES, tensor: Callable[[str, torch.Tensor], Any] | None = None) -> Packed:
-    """A plain value as JSON and bytes.
+    """Return a plain value as JSON and bytes.
 
     Args:
         what: path of the value, for messages.
@@ -248,7 +248,7 @@ class EntryBytes:
         self._data, self._left, self._states = memoryview(data), len(data), states
 
     def state(self, name: Any) -> Any:
-        """The tensor ``name`` of an optimizer's state. Raises ValueError."""
+        """Return the tensor ``name`` of an optimizer's state. Raises ValueError."""
         if self._states is None:
             raise ValueError("it has the tag $state, which only states of optimizers have")
         return self._states(name)
@@ -265,7 +265,7 @@ class EntryBytes:
 
 
 def unpack(value: Any, data: EntryBytes | None = None) -> Any:
-    """The inverse of :func:`pack`.
+    """Return the inverse of :func:`pack`.
 
     Args:
         data: the entry's bytes. Without them, only the tags of the format's first version count, and any other object is a plain dict.

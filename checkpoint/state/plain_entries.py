@@ -15,7 +15,7 @@ from .plain import KIND, EntryBytes, data_name, unpack
 
 
 def plain_value(where: str, holder: Saved, key: str) -> Any:
-    """A new copy of one entry's value. An entry of tensors becomes a dict of whole tensors on the CPU."""
+    """Return a new copy of one entry's value. An entry of tensors becomes a dict of whole tensors on the CPU."""
     meta, name = holder.meta, data_name(key)
     if key not in meta.get("values", {}) and key not in meta.get("state", {}):
         return {name: holder.read(stored, "param") for name, stored in entry_names(holder, key).items()}
@@ -31,7 +31,7 @@ def plain_value(where: str, holder: Saved, key: str) -> Any:
 
 
 def entry_names(holder: Saved, key: str) -> dict[str, str]:
-    """``{name within the entry: stored name}`` of an entry of tensors, aliases of tied tensors included."""
+    """Return ``{name within the entry: stored name}`` of an entry of tensors, aliases of tied tensors included."""
     models = holder.meta.get("models", ["model"])
     found = {}
     for name, stored in [*((n, n) for n in holder.tensors), *holder.aliases.items()]:

@@ -15,7 +15,7 @@ from ..arguments import of_type
 
 
 def capture_rng() -> dict[str, Any]:
-    """The state of Python's, NumPy's and torch's default generators (CPU, and the current CUDA device if CUDA is in use).
+    """Return the state of Python's, NumPy's and torch's default generators (CPU, and the current CUDA device if CUDA is in use).
 
     Raises:
         ValueError: NumPy's generator was replaced by one of another type.

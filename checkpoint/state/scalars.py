@@ -12,7 +12,7 @@ from ..format.object_layout import dtype_name, dtype_of
 
 
 def encode(what: str, value: Any) -> Any:
-    """A scalar, tuple or one-element tensor as JSON: floats exactly (shortest round trip), non-finite ones as text."""
+    """Return a scalar, tuple or one-element tensor as JSON: floats exactly (shortest round trip), non-finite ones as text."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise ValueError(f"{what} is a tensor of shape {tuple(value.shape)}; only tensors of one element can stand there")
@@ -33,7 +33,7 @@ def encode(what: str, value: Any) -> Any:
 
 
 def decode(value: Any, like: Any = None) -> Any:
-    """The inverse of :func:`encode`, in the type of ``like``: a tuple stays a tuple, a tensor stays on its device."""
+    """Return the inverse of :func:`encode`, in the type of ``like``: a tuple stays a tuple, a tensor stays on its device."""
     if isinstance(value, dict):
         if "float" in value:
             return float(value["float"])

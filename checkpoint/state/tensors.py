@@ -64,7 +64,7 @@ class LocalPart:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def flat(self) -> torch.Tensor:
-        """The elements as a flat tensor. With :attr:`shared` it has the memory of ``local``."""
+        """Return the elements as a flat tensor. With :attr:`shared` it has the memory of ``local``."""
         return self.local.resolve_conj().resolve_neg().contiguous().view(-1)
 
     def pieces(self, flat: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -89,7 +89,7 @@ def _pieces(held: Iterable[tuple[int, int]], flat: torch.Tensor) -> Iterator[tup
 
 
 def local_part(name: str, tensor: torch.Tensor, world: int, rank: int) -> LocalPart:
-    """This rank's part of ``tensor``. A plain tensor counts as replicated over all ``world`` ranks.
+    """Return this rank's part of ``tensor``. A plain tensor counts as replicated over all ``world`` ranks.
 
     Raises:
         ValueError: a pending reduction, a placement other than Shard (plain or strided) and Replicate, no data, a mesh whose ranks do not
@@ -164,7 +164,7 @@ def _ragged(name: str, tensor: Any, world: int) -> LocalPart:
 
 
 def _held(shape: tuple[int, ...], mesh: Any, placements: Sequence[Placement], boxes: Sequence[Box]) -> tuple[Tiling, list[tuple[int, int]]]:
-    """The order in which a tensor of these placements is stored, and this rank's intervals of it."""
+    """Return the order in which a tensor of these placements is stored, and this rank's intervals of it."""
     tiling = _tiling(shape, mesh, placements)
     held = tiling.held(shape, boxes)
     assert held is not None, f"{boxes} of {shape} under {placements} are not within tiles"
@@ -172,7 +172,7 @@ def _held(shape: tuple[int, ...], mesh: Any, placements: Sequence[Placement], bo
 
 
 def _tiling(shape: tuple[int, ...], mesh: Any, placements: Sequence[Placement]) -> Tiling:
-    """The tiling: each mesh dimension that shards an inner dimension cuts it, one after the other, as in torch.
+    """Return the tiling: each mesh dimension that shards an inner dimension cuts it, one after the other, as in torch.
 
     If a strided placement interleaves cuts of later mesh dimensions, no rank's part would be a tile, so the order is by rows.
     """
@@ -188,7 +188,7 @@ def _tiling(shape: tuple[int, ...], mesh: Any, placements: Sequence[Placement]) 
 
 
 def _chunks(size: int, count: int) -> list[int]:
-    """Sizes of ``torch.chunk``'s parts, without empty ones."""
+    """Return sizes of ``torch.chunk``'s parts, without empty ones."""
     each = max(1, -(-size // count))
     return [min(each, size - start) for start in range(0, size, each)]
 
@@ -213,7 +213,7 @@ def _dtensor(name: str, tensor: DTensor, world: int) -> LocalPart:
 
 
 def _strided(shape: tuple[int, ...], mesh: Any, placements: tuple[Placement, ...]) -> list[tuple[int, int]]:
-    """The intervals if a mesh dimension cuts pieces of later ones (FSDP2 over tensor parallelism).
+    """Return the intervals if a mesh dimension cuts pieces of later ones (FSDP2 over tensor parallelism).
 
     Each of ``split_factor`` pieces is sharded by itself, and a rank's parts of them are joined. torch tells only where the first begins.
     """
@@ -235,7 +235,7 @@ def _runs(indices: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _replica(mesh: Any, placements: tuple[Placement, ...]) -> tuple[int, int, tuple[str, ...]]:
-    """Number of ranks with the same part, this rank's number among them, and the names of their groups."""
+    """Return the number of ranks with the same part, this rank's number among them, and the names of their groups."""
     replicas, replica = 1, 0
     among: tuple[str, ...] = ()
     for dim, placement in enumerate(placements):

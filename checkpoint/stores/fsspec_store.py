@@ -166,7 +166,7 @@ class FsspecStore:
             return None
 
     def _stat(self, key: str) -> tuple[int, str | None]:
-        """Bytes of an object, and a tag that changes with its content, if the file system has one."""
+        """Return the bytes of an object, and a tag that changes with its content, if the file system has one."""
         with _as_oserror(f"looking for {self.describe(key)}", self.describe(key)):
             self._fs.invalidate_cache()
             found = self._fs.info(self._path(key))
@@ -193,7 +193,7 @@ class FsspecStore:
         return sorted(entries, key=lambda entry: entry.key)
 
     def clock(self) -> float:
-        """This host's clock; fsspec has no other."""
+        """Return this host's clock; fsspec has no other."""
         return time.time()
 
     def delete(self, key: str) -> bool:
@@ -282,8 +282,9 @@ class FsspecStore:
         return str(protocol if isinstance(protocol, str) else protocol[0])
 
     def _when(self, info: dict[str, Any]) -> float:
-        """Time of an object's last write. If the file system does not report it, the current time, so that the object never counts as
-        old."""
+        """Return the time of an object's last write. If the file system does not report it, the current time, so that the object never
+        counts as old.
+        """
         for name in _WHEN:
             value = info.get(name)
             if isinstance(value, int | float):

@@ -10,7 +10,7 @@ from .store import ObjectStore, Root
 
 
 def store_of(root: Root) -> ObjectStore:
-    """The store behind ``root``: a path, a URL, or a store itself.
+    """Return the store behind ``root``: a path, a URL, or a store itself.
 
     ``s3://`` is an :class:`S3Store`, ``file://`` and paths a :class:`PosixStore`, every other URL an :class:`FsspecStore`.
 

@@ -178,7 +178,7 @@ class PosixStore:
         return sorted(found, key=lambda entry: entry.key)
 
     def clock(self) -> float:
-        """The file system's clock, on NFS the server's; the local clock only if nothing can be written."""
+        """Return the file system's clock, on NFS the server's; the local clock only if nothing can be written."""
         try:
             with tempfile.TemporaryFile(dir=self.root) as probe:
                 probe.write(b"0")

@@ -239,7 +239,7 @@ class S3Store(FsspecStore):
         return sorted(found, key=lambda entry: entry.key)
 
     def clock(self) -> float:
-        """The ``Date`` of an answer, in whole seconds, on the same clock as the objects' times."""
+        """Return the ``Date`` of an answer, in whole seconds, on the same clock as the objects' times."""
         answer = self._call(f"LIST {self.describe()}", "list_objects_v2", Prefix=f"{self._prefix}commits/", MaxKeys=1)
         stated = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         try:
@@ -347,7 +347,7 @@ class S3Store(FsspecStore):
 def _parts(
     key: str, chunks: Iterable[memoryview], size: int, part_bytes: int, buffer: Callable[[int], bytearray]
 ) -> Generator[memoryview, None, None]:
-    """The stream in parts of ``part_bytes``, the last one shorter. ``buffer(i)`` gives the memory of part ``i``."""
+    """Yield the stream in parts of ``part_bytes``, the last one shorter. ``buffer(i)`` gives the memory of part ``i``."""
     index = filled = total = 0
     part = memoryview(buffer(0))
     with closing(one_ahead(iter(chunks))) as made:

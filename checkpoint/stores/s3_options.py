@@ -67,7 +67,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
 
 def parse_s3_url(url: str, options: S3Options | None = None) -> tuple[str, str, S3Options]:
-    """``s3://bucket/prefix?region=..&endpoint=..`` as ``(bucket, prefix, options)``; the prefix is empty or ends with a slash.
+    """Return ``s3://bucket/prefix?region=..&endpoint=..`` as ``(bucket, prefix, options)``; the prefix is empty or ends with a slash.
 
     Raises:
         ValueError: there is no bucket, an option is unknown or malformed, or the URL has credentials, which must not be in it since URLs

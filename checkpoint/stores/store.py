@@ -74,7 +74,7 @@ class ObjectStore(Protocol):
     when they are checked and copied. It is large if each request waits for a remote answer."""
 
     def describe(self, key: str = "") -> str:
-        """The object's location, for messages."""
+        """Return the object's location, for messages."""
         ...
 
     def put_stream(self, key: str, chunks: Iterable[memoryview], size: int) -> None:
@@ -96,7 +96,7 @@ class ObjectStore(Protocol):
         ...
 
     def get(self, key: str) -> bytes:
-        """The whole object. Raises KeyMissing."""
+        """Return the whole object. Raises KeyMissing."""
         ...
 
     def open_read(self, key: str) -> AbstractContextManager[RangeReader]:
@@ -104,15 +104,15 @@ class ObjectStore(Protocol):
         ...
 
     def size(self, key: str) -> int | None:
-        """Bytes of the object; ``None`` if it does not exist."""
+        """Return the bytes of the object; ``None`` if it does not exist."""
         ...
 
     def list(self, prefix: str) -> list[Entry]:
-        """Every object below ``prefix`` (a key up to and with a slash), sorted by key."""
+        """Return every object below ``prefix`` (a key up to and with a slash), sorted by key."""
         ...
 
     def clock(self) -> float:
-        """The store's time in seconds, for ages, since hosts' clocks may differ by days."""
+        """Return the store's time in seconds, for ages, since hosts' clocks may differ by days."""
         ...
 
     def delete(self, key: str) -> bool:
@@ -145,7 +145,7 @@ Root = str | os.PathLike[str] | ObjectStore
 
 
 def check_key(key: str) -> str:
-    """``key`` itself if it stays below the root: letters, digits, ``_ - .`` and single slashes; no ``..``, no leading dot."""
+    """Return ``key`` itself if it stays below the root: letters, digits, ``_ - .`` and single slashes; no ``..``, no leading dot."""
     if not is_key(key):
         raise ValueError(f"{key!r} is not an object key: letters, digits, '_', '-', single dots and slashes only")
     return key

@@ -185,7 +185,9 @@ class _Collection:
         return why
 
     def _counting(self, commits: Sequence[Commit]) -> list[Commit]:
-        """The commits that count, oldest first: intact ones and, with ``verify``, only those whose data was read back and is right."""
+        """Return the commits that count, oldest first: intact ones and, with ``verify``, only those whose data was read back and is
+        right.
+        """
         whole = [c for c in commits if c.problem is None]
         if not self.retention.verify or len(commits) <= self.retention.keep_last:
             return whole  # with so few, none can be deleted
@@ -310,7 +312,7 @@ class _Collection:
             return True
 
     def _patience(self, entries: Sequence[Entry], newest: int) -> float:
-        """Seconds that this attempt without a commit may be quiet. Its objects' headers tell its epoch."""
+        """Return the seconds that this attempt without a commit may be quiet. Its objects' headers tell its epoch."""
         if self.grace.current == self.grace.orphans:
             return self.grace.orphans
         order = next((o for entry in entries if (o := _order_of(self.store, entry)) is not None), None)

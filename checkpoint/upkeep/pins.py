@@ -42,7 +42,7 @@ def unpin(root: Root, commit: str | Commit, name: str) -> bool:
 
 
 def pins(root: Root) -> dict[str, tuple[str, ...]]:
-    """All pins: ``{commit name: (pin, ..)}``."""
+    """Return all pins: ``{commit name: (pin, ..)}``."""
     found: dict[str, list[str]] = {}
     for entry in store_of(root).list("pins/"):
         _, commit, name = (*entry.key.split("/"), "", "")[:3]

@@ -30,7 +30,7 @@ Noted = Mapping[str, set[str]]
 
 
 def noted(store: ObjectStore, attempt: str = "") -> dict[str, set[str]]:
-    """The notes in the store, of all attempts or of one."""
+    """Return the notes in the store, of all attempts or of one."""
     found: dict[str, set[str]] = {}
     for entry in store.list(f"verified/{attempt}/" if attempt else "verified/"):
         parts = entry.key.split("/")
@@ -40,7 +40,7 @@ def noted(store: ObjectStore, attempt: str = "") -> dict[str, set[str]]:
 
 
 def lacking(manifest: Manifest, notes: set[str]) -> list[tuple[ObjectEntry, AuxEntry | None]]:
-    """The ranks' objects without a note, each with its aux object."""
+    """Return the ranks' objects without a note, each with its aux object."""
     aux = {entry.rank: entry for entry in manifest.aux}
     pairs = [(entry, aux.get(entry.rank)) for entry in manifest.objects]
     return [pair for pair in pairs if note_key(*pair) not in notes]

@@ -46,7 +46,7 @@ class Retention:
             raise ValueError(f"keep_best is {self.keep_best} without a metric to compare by; give metric='loss', for example")
 
     def kept(self, whole: Sequence[Commit], metrics: Mapping[str, float]) -> dict[str, tuple[str, ...]]:
-        """Names of the commits that a rule keeps, each with its rules: ``last``, ``every``, ``best``.
+        """Return the names of the commits that a rule keeps, each with its rules: ``last``, ``every``, ``best``.
 
         Args:
             whole: commits that count, oldest first. metrics: metric by commit name, if known.

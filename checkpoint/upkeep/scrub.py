@@ -115,7 +115,7 @@ def _name(store: ObjectStore, commit: str | Commit | None) -> str:
 
 
 def _check_object(store: ObjectStore, manifest: Manifest, index: int, stored: ObjectEntry) -> tuple[list[Problem], int]:
-    """Every bad block of one object. Unlike a load, a scrub continues after the first."""
+    """Return every bad block of one object. Unlike a load, a scrub continues after the first."""
     chunk = max(stored.block_bytes, CHUNK_BYTES // stored.block_bytes * stored.block_bytes)
     try:
         size = store.size(stored.key)

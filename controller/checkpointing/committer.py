@@ -134,7 +134,7 @@ class Committer:
             attempt.begin(self._pool.submit(self._commit, item.attempt, attempt, self._meta(attempt.step)))
 
     def results(self) -> list[SaveResult]:
-        """Attempts that have ended since the last call: committed or failed."""
+        """Return the attempts that have ended since the last call: committed or failed."""
         self._know()
         ended: list[SaveResult] = []
         for name, attempt in list(self._open.items()):
@@ -247,7 +247,7 @@ class Committer:
 
 
 def retention_of(config: RunConfig) -> Retention:
-    """The retention that ``checkpoint.keep_*`` configure."""
+    """Return the retention that ``checkpoint.keep_*`` configure."""
     from vescale_ray.checkpoint import Retention
 
     c = config.checkpoint
@@ -255,7 +255,7 @@ def retention_of(config: RunConfig) -> Retention:
 
 
 def newest_kept(root: str, bad: frozenset[str] = frozenset(), oldest: int = 0, made: int | None = None) -> CommittedCheckpoint | None:
-    """The newest whole checkpoint whose name is not in ``bad``, of generation ``oldest`` or later; None when there is none.
+    """Return the newest whole checkpoint whose name is not in ``bad``, of generation ``oldest`` or later; None when there is none.
 
     Args:
         made: step of a checkpoint that must exist, whole or damaged.

@@ -119,7 +119,7 @@ class CheckpointCoordinator:
             self.distrust(result.kept.name)
 
     def newest(self) -> policy.CommittedCheckpoint | None:
-        """The newest checkpoint that is not known to be damaged; the newest recorded one if the storage fails.
+        """Return the newest checkpoint that is not known to be damaged; the newest recorded one if the storage fails.
 
         Raises:
             Unanswered: the storage has not answered yet.
@@ -154,7 +154,7 @@ class CheckpointCoordinator:
             return None
 
     def _ask_storage(self) -> policy.CommittedCheckpoint | None:
-        """The newest checkpoint.
+        """Return the newest checkpoint.
 
         Raises:
             Unanswered: the storage has not answered yet.

@@ -42,7 +42,9 @@ STARTS = 2
 
 
 def address_of(config: RunConfig) -> str:
-    """Address of the Ray that a run uses; ``local``: a cluster of its own. If this process is connected to Ray, the run uses that."""
+    """Return the address of the Ray that a run uses; ``local``: a cluster of its own. If this process is connected to Ray, the run uses
+    that.
+    """
     ray: Any = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return str(ray.get_runtime_context().gcs_address)

@@ -168,7 +168,7 @@ def _lasting(config: RunConfig) -> Iterator[str]:
 
 
 def absolute(config: RunConfig) -> RunConfig:
-    """The same configuration with absolute paths, which mean the same in every process."""
+    """Return the same configuration with absolute paths, which mean the same in every process."""
 
     def path(text: str) -> str:
         if "://" in text:
@@ -190,7 +190,7 @@ def absolute(config: RunConfig) -> RunConfig:
 
 
 def with_model_data(config: RunConfig) -> RunConfig:
-    """The same configuration with the tokenizer and vocabulary of ``model.hf``, where ``data`` leaves them out.
+    """Return the same configuration with the tokenizer and vocabulary of ``model.hf``, where ``data`` leaves them out.
 
     Raises:
         BadInput: the folder is no model's, or ``data`` does not fit it.
@@ -217,7 +217,7 @@ def with_model_data(config: RunConfig) -> RunConfig:
 
 
 def stream_of(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
-    """The values that determine the sample at each position. A run that resumes must not have changed any of them."""
+    """Return the values that determine the sample at each position. A run that resumes must not have changed any of them."""
     return {
         **dataset.identity(),
         "data.seq_len": config.data.seq_len,

@@ -136,7 +136,7 @@ def conduct(
 
 
 def _starting(ready: preflight.Preflight) -> str:
-    """The line that says what starts, and from which state."""
+    """Return the line that says what starts, and from which state."""
     from vescale_ray.models.hf import open_folder
 
     config, source = ready.config, ready.source
@@ -158,7 +158,7 @@ def _read(config: RunConfig | Mapping[str, Any] | str | os.PathLike[str], overri
 
 
 def _with_objects(config: RunConfig | Mapping[str, Any] | str | os.PathLike[str], model: Factory | str | None, dataset: Any) -> RunConfig:
-    """The configuration with the objects, and with their names in place of ``model.factory`` and ``data.corpus``."""
+    """Return the configuration with the objects, and with their names in place of ``model.factory`` and ``data.corpus``."""
     if model is not None and not isinstance(model, str) and not callable(model):
         raise BadInput(f"model: {type(model).__name__} can't be called; give a class or function that returns a module, or pkg.mod:name")
     if hasattr(model, "forward") and not isinstance(model, type):
@@ -177,7 +177,7 @@ def _with_objects(config: RunConfig | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def _path_of(factory: Factory) -> str | None:
-    """The ``pkg.mod:name`` of a function or class that every process can import; None for others."""
+    """Return the ``pkg.mod:name`` of a function or class that every process can import; None for others."""
     module, name = getattr(factory, "__module__", None), getattr(factory, "__qualname__", "")
     if module in (None, "__main__") or not name.isidentifier() or getattr(sys.modules.get(module), name, None) is not factory:
         return None
@@ -185,12 +185,14 @@ def _path_of(factory: Factory) -> str | None:
 
 
 def _name_of(factory: Any) -> str:
-    """A name for the configuration, made of letters, digits and ``_``."""
+    """Return a name for the configuration, made of letters, digits and ``_``."""
     return re.sub(r"\W+", "_", getattr(factory, "__name__", type(factory).__name__)).strip("_") or "model"
 
 
 def _packed(model: Factory | None, dataset: Any) -> Given:
-    """The objects as the workers receive them. cloudpickle takes classes and functions of ``__main__`` and of other functions along."""
+    """Return the objects as the workers receive them. cloudpickle takes classes and functions of ``__main__`` and of other functions
+    along.
+    """
     if model is None and dataset is None:
         return Given()
     from ray import cloudpickle
@@ -232,7 +234,7 @@ def _resume(config: RunConfig, folder: RunFolder) -> str:
 
 
 def _losses(folder: RunFolder) -> dict[str, float]:
-    """The newest losses, by the names of ``checkpoint.keep_metric``. Those that are not finite are left out."""
+    """Return the newest losses, by the names of ``checkpoint.keep_metric``. Those that are not finite are left out."""
     found = {"loss": (folder.last_metrics() or {}).get("loss")}
     evaluations = [event for event in folder.read_events() if event["event"] == "evaluation"]
     if evaluations:

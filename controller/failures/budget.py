@@ -88,7 +88,7 @@ class Budget:
         return self.crashes + self.nodes
 
     def progressed(self, step: int) -> Budget:
-        """The budget once ``step`` steps are complete."""
+        """Return the budget once ``step`` steps are complete."""
         return replace(self, crashes=0, nodes=0, controllers=0, high=step, errors=()) if step > self.high else self
 
     def failed(self, causes: Collection[Cause], errors: Sequence[str]) -> Budget:
@@ -109,7 +109,7 @@ class Budget:
         )
 
     def figures(self) -> dict[str, Any]:
-        """Fields of the snapshot."""
+        """Return the fields of the snapshot."""
         in_a_row = {"crash": self.crashes, "node": self.nodes, "controller": self.controllers}
         return {"failures": {str(cause): count for cause, count in self.total.items()}, "failures_in_a_row": in_a_row}
 

@@ -43,7 +43,7 @@ class Network:
     now: float
 
     def nodes(self, workers: Iterable[str]) -> dict[str, str]:
-        """The node of each worker. A worker that the controller does not know, or that has no probe port, is left out."""
+        """Return the node of each worker. A worker that the controller does not know, or that has no probe port, is left out."""
         return {worker: self.infos[worker].node for worker in workers if worker in self.infos and self.infos[worker].address}
 
     def hosts(self, workers: Iterable[str]) -> dict[str, str]:
@@ -74,7 +74,7 @@ class CutOff:
     lasts_s: float = 0.0
 
     def why(self, node: str) -> str:
-        """The reason to end the workers of ``node``, in words."""
+        """Return the reason to end the workers of ``node``, in words."""
         others = [self.hosts[other] for other in self.unreached[node]]
         some = ", ".join(others[:SHOWN]) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
         return f"its node ({self.hosts[node]}) and {some} do not reach each other"
@@ -118,7 +118,7 @@ class _Series:
     def broken_twice(
         self, about: tuple[str, ...], nodes: Mapping[str, str], network: Network, only: str | None = None
     ) -> frozenset[Pair] | Probe | None:
-        """Pairs of nodes that did not reach each other in at least two probes in a row.
+        """Return pairs of nodes that did not reach each other in at least two probes in a row.
 
         Returns an empty set if the last probe found no such pair. Returns a probe if one is to be made now, and None while the result is
         not known.
@@ -265,7 +265,7 @@ class Connectivity:
 
 
 def fewest(broken: Iterable[Pair], weights: Mapping[str, int], order: Mapping[str, int]) -> frozenset[str]:
-    """The nodes to do without so that no ``broken`` pair is left.
+    """Return the nodes to do without so that no ``broken`` pair is left.
 
     In turn, the node with the most pairs left per unit of its weight goes; of equal ones, the later (``order``). If one node is cut off
     from others, that is the node. If two groups of alike nodes do not reach each other, it is the lighter group.

@@ -36,7 +36,7 @@ class ExitDeadlines:
         """Seconds from the first sign to the last time at which all members computed."""
 
     def late(self, world: World, since: float, inside: Collection[str], out: int, seen: Observations, *, complete: bool) -> dict[str, str]:
-        """The workers to end now, each with the reason.
+        """Return the workers to end now, each with the reason.
 
         Args:
             since: seconds since the first sign that the generation is over.
@@ -74,7 +74,7 @@ class ExitDeadlines:
         return found
 
     def _bound(self, phase: str, waits: bool, silent: bool, steps: StepStats) -> float:
-        """Seconds from the first sign that the generation is over until a worker that is still in it is ended.
+        """Return the seconds from the first sign that the generation is over until a worker that is still in it is ended.
 
         A rank that computes notices the end in its next collective, at most one step later. A rank that forms a group waits for absent
         ranks until the timeout of forming, and may also build the model; neither is a reason for silence. If a rank answers and ``waits``,

@@ -67,7 +67,7 @@ class FailureDetector:
         return actions.End(dict.fromkeys(workers.silent(self._silence_s), why))
 
     def hung(self, world: World, seen: Observations) -> Mapping[str, str]:
-        """The hung members, each with the reason."""
+        """Return the hung members, each with the reason."""
         if any(seen.workers.doomed(worker) for worker in world.members):
             return {}  # one was just ended; a later round sees the effects
         hung = self.hangs.verdict(world.members, seen.now)
@@ -76,8 +76,9 @@ class FailureDetector:
         return hung
 
     def mute(self, world: World, inside: Collection[str], seen: Observations) -> Mapping[str, str]:
-        """The silent workers that others wait for while the group forms or is broken, each with the reason. Empty if all members are
-        silent."""
+        """Return the silent workers that others wait for while the group forms or is broken, each with the reason. Empty if all members are
+        silent.
+        """
         found: dict[str, str] = {}
         workers, forming, training = seen.workers, self.hangs.forming_s, min(self.hangs.bound_s, self.hangs.forming_s)
         silent = {bound: workers.silent(bound - POLL_WAIT_S) for bound in (forming, training)}
@@ -121,7 +122,7 @@ class FailureDetector:
     def _cut_off(
         self, world: World, members: Sequence[str], leavers: Sequence[str], seen: Observations
     ) -> tuple[CutOff | None, list[Action]]:
-        """The workers that are cut off, if that is known, and the actions that end them once it is time."""
+        """Return the workers that are cut off, if that is known, and the actions that end them once it is time."""
         cut = self._connectivity.cut_off(members, leavers, network(seen, (*members, *leavers)))
         if cut is None or isinstance(cut, Probe):
             return None, [cut] if cut is not None else []
@@ -144,6 +145,6 @@ class FailureDetector:
 
 
 def network(seen: Observations, workers: Sequence[str]) -> Network:
-    """The present view of the connections' ends."""
+    """Return the present view of the connections' ends."""
     infos = {worker: info for worker in workers if (info := seen.workers.info(worker)) is not None}
     return Network(infos, seen.workers.silent(0.0), seen.now)

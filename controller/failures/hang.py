@@ -87,12 +87,12 @@ class _Seen:
         self.changed, self.starved_s = now, self.report.starved_s if self.report is not None else 0.0
 
     def still(self, now: float) -> float:
-        """Seconds without a heartbeat, except those in which the worker was runnable but had no processor."""
+        """Return the seconds without a heartbeat, except those in which the worker was runnable but had no processor."""
         starved_s = self.report.starved_s - self.starved_s if self.report is not None else 0.0
         return now - self.changed - max(0.0, starved_s) - self.since_s
 
     def silent(self, now: float) -> float:
-        """Seconds without an answer, except those in which the worker had no processor."""
+        """Return the seconds without an answer, except those in which the worker had no processor."""
         return now - self.answered - self.since_s
 
 
@@ -230,7 +230,7 @@ class HangWatch:
         return max(FIRST_S, FIRST * FACTOR * (max(self._steps.values(), default=0.0) or self._earlier))
 
     def verdict(self, members: Collection[str], now: float) -> Mapping[str, str]:
-        """The hung workers, each with the reason. Report those that are ended to :meth:`ended`."""
+        """Return the hung workers, each with the reason. Report those that are ended to :meth:`ended`."""
         asked, self._asked = self._asked, now
         if asked is not None and now - asked > OWN_GAP_S:
             for seen in self._seen.values():

@@ -59,7 +59,9 @@ class Stragglers:
         """Slowness by worker in the newest step."""
 
     def stepped(self, record: StepRecord, stats: RunStats, now: float) -> list[Event]:
-        """The events of a step that the members have completed: workers that became slow or recovered, and a new spread of the slots."""
+        """Return the events of a step that the members have completed: workers that became slow or recovered, and a new spread of the
+        slots.
+        """
         events, slow, members = list[Event](), stats.stragglers, stats.members
         if (view := record.pace) is None:
             return events
@@ -88,7 +90,7 @@ class Stragglers:
     def unwanted(
         self, members: Collection[str], target: int, there: int, failures: int, slow: Slow, now: float
     ) -> tuple[frozenset[str], list[Event]]:
-        """The member that another worker is to replace, if any, and events.
+        """Return the member that another worker is to replace, if any, and events.
 
         Args:
             target: number of workers wanted. If it is below the number of members, no worker is replaced.
@@ -114,7 +116,9 @@ class Stragglers:
         return frozenset({worker}) & frozenset(members), []
 
     def leaving(self, living: Sequence[str], ready: Sequence[str], target: int) -> frozenset[str]:
-        """The worker that leaves at the end of a generation: the one that is being replaced, if enough workers are left without it."""
+        """Return the worker that leaves at the end of a generation: the one that is being replaced, if enough workers are left without
+        it.
+        """
         swap = self._swap
         enough = len(living) - 1 + len(ready) >= target
         return frozenset({swap.worker}) if swap is not None and swap.worker in living and enough else frozenset()
@@ -132,5 +136,5 @@ class Stragglers:
 
 
 def _over(worker: str, slow: Slow, reason: str) -> Event:
-    """The event that a worker is no longer slow, or has left."""
+    """Return the event that a worker is no longer slow, or has left."""
     return Event("straggler_over", {"worker": worker, "reason": reason, "since_step": slow[worker]["since_step"]})

@@ -58,13 +58,13 @@ class _Given:
 
 
 def exposition(snapshot: Snapshot, accept: str) -> tuple[bytes, str]:
-    """The snapshot as Prometheus' text or OpenMetrics, as the HTTP header ``accept`` asks, and the content type."""
+    """Return the snapshot as Prometheus' text or OpenMetrics, as the HTTP header ``accept`` asks, and the content type."""
     encode, content_type = choose_encoder(accept)
     return encode(_Given(families(snapshot))), content_type  # type: ignore[arg-type]
 
 
 def extremes(values: Mapping[int, float]) -> Mapping[int, float]:
-    """The values of the ranks that are shown. A rank without a number is neither low nor high."""
+    """Return the values of the ranks that are shown. A rank without a number is neither low nor high."""
     if len(values) <= MOST_RANKS:
         return values
     ranks = np.fromiter(values, dtype=np.int64, count=len(values))
@@ -77,12 +77,12 @@ def extremes(values: Mapping[int, float]) -> Mapping[int, float]:
 
 
 def _any_extreme(kinds: Mapping[str, Mapping[int, float]]) -> list[int]:
-    """The ranks that any of ``kinds`` shows."""
+    """Return the ranks that any of ``kinds`` shows."""
     return sorted({rank for values in kinds.values() for rank in extremes(values)})
 
 
 def quantiles(values: Mapping[int, float]) -> dict[str, float]:
-    """The quantiles over all ranks whose value is a number; empty if each rank is shown, or no value is a number."""
+    """Return the quantiles over all ranks whose value is a number; empty if each rank is shown, or no value is a number."""
     if len(values) <= MOST_RANKS or all(map(math.isnan, values.values())):
         return {}
     found = np.nanquantile(np.fromiter(values.values(), dtype=np.float64, count=len(values)), QUANTILES)
@@ -115,7 +115,7 @@ class _Families:
             yield family
 
     def gauge_by(self, key: str, name: str, text: str, values: Mapping[str, float | None]) -> Iterator[Metric]:
-        """Values by one label. A value that is None is left out."""
+        """Yield values by one label. A value that is None is left out."""
         family = GaugeMetricFamily(name, text, labels=["run", key])
         for label, value in sorted(values.items()):
             if value is not None:
@@ -154,7 +154,7 @@ class _Families:
         kind: str = "gauge",
         ranks: Collection[int] | None = None,
     ) -> Iterator[Metric]:
-        """``values`` by rank, for each value of the label ``key``. ``ranks``: those to show; None: as :func:`extremes`."""
+        """Yield ``values`` by rank, for each value of the label ``key``. ``ranks``: those to show; None: as :func:`extremes`."""
         if not values:
             return
         keys = [key] if key else []
@@ -175,7 +175,7 @@ class _Families:
 
 
 def families(s: Snapshot) -> Iterator[Metric]:
-    """Every metric family that the snapshot has values for."""
+    """Yield every metric family that the snapshot has values for."""
     of = _Families(s.run)
     for part in (_of_run, _of_steps, _of_world, _of_failures, _of_ranks, _of_checkpoints):
         yield from part(s, of)

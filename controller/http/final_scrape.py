@@ -14,7 +14,7 @@ GRACE = "RAY_JOB_STOP_WAIT_TIME_S"
 
 
 def patience_s(signals: int, since: float | None, now: float, environ: Mapping[str, str]) -> float:
-    """Seconds for which a run that is over may still wait.
+    """Return the seconds for which a run that is over may still wait.
 
     After Ctrl-C at a terminal, there is no wait. A stopped job may use its grace, less :data:`RESERVE_S`, if the environment states it
     (:data:`GRACE`). Ray's default of 3 s is too short.

@@ -66,7 +66,7 @@ class Autoscaling:
         self._told: tuple[float | None, int] | None = None
 
     def wishes(self, run: RunProgress, now: float) -> int:
-        """Number of places to ask for. A place that stays unused costs money and keeps other jobs from it."""
+        """Return the number of places to ask for. A place that stays unused costs money and keeps other jobs from it."""
         wanted = self._elastic.demand if _worth(run) and self._wait(now) <= WISH_AHEAD_S else 0
         return min(wanted, max(0, run.ceiling - run.target))
 
@@ -112,8 +112,9 @@ class Autoscaling:
         self._hired = now
 
     def spare_places(self, failures: int, now: float) -> int:
-        """Number of places that spares could have now. After ``failures`` to get a spare warm, it is 0 for a time that doubles with each
-        failure."""
+        """Return the number of places that spares could have now. After ``failures`` to get a spare warm, it is 0 for a time that doubles
+        with each failure.
+        """
         if failures and now < self._hired + min(SPARE_GAP_S * 2.0 ** min(failures, 30), LONGEST_SPARE_GAP_S):
             return 0
         return self._capacity.now(now, self._hired + SETTLE_S)

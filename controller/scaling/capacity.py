@@ -24,8 +24,9 @@ class Free:
 
 
 def places(free: Mapping[str, Mapping[str, float]], each: Mapping[str, float], avoid: Collection[str] = ()) -> dict[str, int]:
-    """Number of workers that fit in the ``free`` resources of each node, without nodes to ``avoid``. ``each``: resources of one worker, all
-    above 0."""
+    """Return the number of workers that fit in the ``free`` resources of each node, without nodes to ``avoid``. ``each``: resources of one
+    worker, all above 0.
+    """
     found = {}
     for node, has in free.items():
         if node not in avoid:
@@ -68,7 +69,7 @@ class FreePlaces:
         self._seen = at
 
     def steady(self, now: float) -> int:
-        """Places that were free for ``after_s`` without a break, until now."""
+        """Return places that were free for ``after_s`` without a break, until now."""
         ages = self._ages(now)
         return sum(age >= self.after_s for age in ages)
 
@@ -86,8 +87,9 @@ class FreePlaces:
         return [self._seen - since for found in self._since.values() for since in found]
 
     def now(self, now: float, after: float = 0.0) -> int:
-        """Places that are free now, for any time, on nodes that have been there for ``after_s``. Only an observation later than ``after``
-        counts."""
+        """Return places that are free now, for any time, on nodes that have been there for ``after_s``. Only an observation later than
+        ``after`` counts.
+        """
         if self._seen is None or now - self._seen > STALE_S or self._seen <= after:
             return 0
         return sum(len(found) for node, found in self._since.items() if self._seen - self._nodes.get(node, self._seen) >= self.after_s)

@@ -89,7 +89,7 @@ class Scaling:
             self.fleeting.append(reason)
 
     def stepped(self, record: StepRecord, stats: RunStats) -> Sequence[Action]:
-        """The events of a step that the members have completed: the straggler policy's."""
+        """Return the events of a step that the members have completed: the straggler policy's."""
         return self.stragglers.stepped(record, stats, time.monotonic())
 
     def taken(self, ask: actions.Ask) -> None:
@@ -268,7 +268,7 @@ class Scaling:
         return seen.now - self._unplanned < PLANNED_S
 
     def hear_of_drains(self, members: Collection[str], seen: Observations) -> list[Event]:
-        """The events of nodes that have begun to drain, with those of ``members`` on them."""
+        """Return the events of nodes that have begun to drain, with those of ``members`` on them."""
         fresh = seen.draining.keys() - self._drained
         self._drained = frozenset(seen.draining)
         leaving, events = seen.leaving(members) if fresh else frozenset(), []
@@ -316,8 +316,9 @@ class Scaling:
         return [*map(actions.Dismiss, late)]
 
     def _late(self, seen: Observations, *, growing: bool) -> list[str]:
-        """Workers that should be warm by now. With ``growing``, also workers that have no place after :data:`PLACE_S` although places were
-        free."""
+        """Return the workers that should be warm by now. With ``growing``, also workers that have no place after :data:`PLACE_S` although
+        places were free.
+        """
         ages = {w: seen.workers.age(w) for w in seen.workers.warming()}
         late = [w for w, age in ages.items() if age > self._spec.bounds.start]
         misplaced = [w for w, age in ages.items() if w in seen.workers.places.unplaced and age > PLACE_S]

@@ -16,7 +16,7 @@ REMEMBERED = 1024
 
 
 def saved_event(result: SaveResult, ended: float | None) -> tuple[str, dict[str, Any]]:
-    """Name and fields of the event of a checkpoint that was committed or has failed; ``ended``: when its step was complete."""
+    """Return the name and fields of the event of a checkpoint that was committed or has failed; ``ended``: when its step was complete."""
     if result.kept is None:
         return "checkpoint_failed", {"error": result.error, "step": result.step}
     spent = {"seconds": result.seconds, "stall_seconds": result.stall_s, "stages": dict(result.stages)}
@@ -80,6 +80,6 @@ class CheckpointStats:
         self.interval, self.interval_text = float(event["seconds"]), str(event["text"])
 
     def figures(self) -> dict[str, Any]:
-        """Fields about checkpoints of the run's :class:`~vescale_ray.controller.state.snapshot.Snapshot`, by name."""
+        """Return the fields about checkpoints of the run's :class:`~vescale_ray.controller.state.snapshot.Snapshot`, by name."""
         found = {f"checkpoint_{name}": getattr(self, name) for name in FIGURES}
         return {**found, "checkpoint_stages": dict(self.stages)}

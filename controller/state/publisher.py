@@ -137,7 +137,7 @@ class Publisher:
             self._unprotected = unprotected(nodes, self._config.grid(len(nodes)), copies=self._config.elastic.snapshot_every > 0)
 
     def _stragglers(self, newest: StepRecord | None) -> Mapping[str, Mapping[str, Any]]:
-        """Workers that are slow now, with their present rank and factor."""
+        """Return the workers that are slow now, with their present rank and factor."""
         stats = self._log.stats
         if not stats.stragglers:
             return {}
@@ -152,7 +152,7 @@ class Publisher:
             self._log.journal.state(self.snapshot.record)
 
     def _record(self, goodput: Goodput) -> dict[str, Any]:
-        """The content of run.json."""
+        """Return the content of run.json."""
         stats = self._log.stats
         return {
             "run": self._config.run.name,
@@ -178,7 +178,7 @@ def _labels(info: WorkerInfo) -> Mapping[str, str]:
 
 
 def _paces(record: StepRecord | None) -> dict[str, Any]:
-    """Fields of the snapshot on how fast the ranks of this generation are."""
+    """Return the fields of the snapshot on how fast the ranks of this generation are."""
     if record is None or record.pace is None:
         return {}
     return {

@@ -33,17 +33,17 @@ class Rescale:
 
     @classmethod
     def of(cls, event: Mapping[str, Any]) -> Rescale:
-        """The rescale that a ``rescale_started`` event begins."""
+        """Return the rescale that a ``rescale_started`` event begins."""
         about = (str(event["reason"]), int(event["from"]), int(event["generation"]), int(event["step"]), float(event["time"]))
         return cls(*about).spent(event.get("phases") or {})
 
     def spent(self, phases: Mapping[str, float]) -> Rescale:
-        """This rescale with more seconds in some phases."""
+        """Return this rescale with more seconds in some phases."""
         total = {phase: self.phases.get(phase, 0.0) + max(0.0, float(seconds)) for phase, seconds in phases.items()}
         return replace(self, phases={**self.phases, **total})
 
     def outcome(self, world: World, filled: Collection[Filled], pause: float) -> dict[str, Any]:
-        """The fields of the ``rescaled`` event.
+        """Return the fields of the ``rescaled`` event.
 
         Args:
             world: the generation that trains now.
@@ -85,5 +85,5 @@ class RescaleStats:
         self.replayed += int(event["steps_replayed"])
 
     def figures(self) -> dict[str, Any]:
-        """Fields of the snapshot."""
+        """Return the fields of the snapshot."""
         return {"rescales": dict(self.counts), "rescale_seconds": self.pauses, "rescale_phase_seconds": dict(self.phases)}

@@ -66,7 +66,9 @@ def begin(log: RunLog, config: RunConfig, state: DurableState, pid: int) -> None
 
 
 def outcome_of(conduct: Callable[[], Outcome], log: RunLog, publisher: Publisher) -> Outcome:
-    """The outcome of ``conduct``. If it raises an error, the run has failed, with the error in one line and the traceback in the log."""
+    """Return the outcome of ``conduct``. If it raises an error, the run has failed, with the error in one line and the traceback in the
+    log.
+    """
     try:
         return conduct()
     except Exception as error:

@@ -75,7 +75,7 @@ class RunLog:
         return event
 
     def _follows(self) -> dict[str, Any]:
-        """The sequence fields of the next line: its number, and the time published as lost since the line before."""
+        """Return the sequence fields of the next line: its number, and the time published as lost since the line before."""
         late = {"lost_until": self._told_until} if self._told_until > self.stats.goodput.until else {}
         return {**late, "seq": self.stats.sequence + 1}
 
@@ -111,7 +111,7 @@ class RunLog:
             self.journal.warn(problem)
 
     def tell_goodput(self, now: float) -> Goodput:
-        """The accounts until ``now``, to be published. No account falls afterwards: time that was published as lost stays lost."""
+        """Return the accounts until ``now``, to be published. No account falls afterwards: time that was published as lost stays lost."""
         accounts = self.stats.goodput_at(max(now, self._told_until))
         self._told_until = max(self._told_until, accounts.until)
         return accounts

@@ -95,7 +95,7 @@ class RunStats:
         return self.evaluations[max(self.evaluations)] if self.evaluations else {}
 
     def ended(self, step: int) -> float | None:
-        """The time at which ``step`` steps were complete: known of recent steps and of checkpoints."""
+        """Return the time at which ``step`` steps were complete: known of recent steps and of checkpoints."""
         found = self.steps.ended(step)
         return self.checkpoints.ended.get(step) if found is None else found
 
@@ -120,7 +120,7 @@ class RunStats:
         return accounts
 
     def totals(self) -> dict[str, Any]:
-        """The totals of the metric lines so far. A replay may begin at a line that holds them as :data:`~.step_stats.SO_FAR`."""
+        """Return the totals of the metric lines so far. A replay may begin at a line that holds them as :data:`~.step_stats.SO_FAR`."""
         return {**self.steps.so_far(), "goodput": self.goodput.to_json()}
 
     def on_step(self, line: Line) -> None:

@@ -37,7 +37,7 @@ class Histogram:
     sum: float = 0.0
 
     def observe(self, seconds: float) -> Histogram:
-        """This histogram with one more observation. An observation that is not finite is left out."""
+        """Return this histogram with one more observation. An observation that is not finite is left out."""
         if not math.isfinite(seconds):
             return self
         place = bisect_left(SECONDS_BUCKETS, seconds)
@@ -179,7 +179,7 @@ class Snapshot:
     record: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The snapshot as plain JSON values; pairs become ``direction/reason``, figures that are not finite become null."""
+        """Return the snapshot as plain JSON values; pairs become ``direction/reason``, figures that are not finite become null."""
         # asdict would copy every dictionary
         tree = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in DRIVER_ONLY}
         tree["rescales"] = {f"{direction}/{reason}": count for (direction, reason), count in self.rescales.items()}

@@ -39,7 +39,7 @@ class StateStore:
         self._folder, self._supervisor, self._bounded_io = RunFolder(folder), supervisor, BoundedIO()
 
     def newest(self) -> DurableState | None:
-        """The state that was kept last; None: an earlier controller died before it kept one.
+        """Return the state that was kept last; None: an earlier controller died before it kept one.
 
         Raises:
             TimeoutError: the supervisor has not answered.
@@ -91,7 +91,7 @@ class StateWriter:
         self._written = self.state
 
     def take_number(self) -> int:
-        """A number for a generation, written before it is used."""
+        """Return a number for a generation, written before it is used."""
         self.note(last_number=self.state.last_number + 1)
         self.write()
         return self.state.last_number

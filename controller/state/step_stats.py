@@ -31,7 +31,7 @@ NEWEST = {
 
 
 def line_of(item: Stepped, seconds: float, tokens_per_step: int, bytes_per_token: float | None, workers: WorkerStats) -> dict[str, Any]:
-    """The line of a step, from the report of the first member and the statistics of all ``workers``.
+    """Return the line of a step, from the report of the first member and the statistics of all ``workers``.
 
     Args:
         seconds: duration of the step, without the member's wait for others before it. The line's phases leave that wait out, too.
@@ -108,7 +108,7 @@ class StepStats:
         return again
 
     def so_far(self) -> dict[str, Any]:
-        """The totals, JSON-able."""
+        """Return the totals, JSON-able."""
         return {
             "executed": self.executed,
             "highest": self.highest,
@@ -141,16 +141,16 @@ class StepStats:
         self.last = {key: value for key, value in line.items() if not isinstance(value, Mapping)}
 
     def ended(self, step: int) -> float | None:
-        """The time at which ``step`` steps were complete; None if that is not one of the recent steps."""
+        """Return the time at which ``step`` steps were complete; None if that is not one of the recent steps."""
         return next((ended for one, ended, *_ in reversed(self.recent) if one == step), None)
 
     def _newest(self, key: str) -> Any:
-        """A figure of the newest line. A line holds null for a figure that is not finite."""
+        """Return a figure of the newest line. A line holds null for a figure that is not finite."""
         value = self.last.get(key)
         return math.nan if value is None and key in ("loss", "bpb", "grad_norm") and key in self.last else value
 
     def loss(self, step: int) -> float | None:
-        """Loss of a recent step."""
+        """Return the loss of a recent step."""
         return next((loss for one, _, loss, *_ in reversed(self.recent) if one == step), None)
 
     @property
@@ -171,7 +171,7 @@ class StepStats:
         return max((seconds for _, seconds in self.paces), default=0.0)
 
     def figures(self) -> dict[str, Any]:
-        """Fields of the snapshot."""
+        """Return the fields of the snapshot."""
         return {
             "steps_executed": self.executed,
             "step_seconds": self.seconds,

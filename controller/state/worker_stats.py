@@ -70,7 +70,7 @@ class WorkerStats:
             self._waiting[op] += waited
 
     def utilisation(self, tokens_per_second: float | None) -> float | None:
-        """Share of the devices' peak operations that the model used; None if it is not known of every rank."""
+        """Return the share of the devices' peak operations that the model used; None if it is not known of every rank."""
         told = [self._usage.get(rank) for rank in range(len(self._members))]
         peaks = [usage.peak_flops for usage in told if usage is not None and usage.peak_flops]
         if not tokens_per_second or not told or len(peaks) < len(told):
@@ -79,7 +79,7 @@ class WorkerStats:
         return tokens_per_second * flops / sum(peaks) if flops else None
 
     def mean_waited(self) -> dict[str, float]:
-        """Mean over the ranks of the seconds waited in the newest reported step, by cause."""
+        """Return the mean over the ranks of the seconds waited in the newest reported step, by cause."""
         return {op: round(max(0.0, seconds) / len(self._usage), 6) for op, seconds in self._waiting.items()}
 
     def mean_seconds(self) -> float | None:
@@ -97,7 +97,7 @@ class WorkerStats:
         return self._largest
 
     def figures(self) -> dict[str, Any]:
-        """Fields of the snapshot. They take 5 ms at 1,024 ranks, so they are made anew for at most a fiftieth of the time."""
+        """Return the fields of the snapshot. They take 5 ms at 1,024 ranks, so they are made anew for at most a fiftieth of the time."""
         began = time.monotonic()
         if began >= self._due:
             self._figures = self._made()

@@ -133,7 +133,7 @@ class Generations:
         return all((report := seen.workers.report(w)) is not None and not has_state(report) for w in world.members)
 
     def _saving_state(self, seen: Observations) -> RunState:
-        """The run's state during a checkpoint that an earlier controller ordered. Mostly it is the last one."""
+        """Return the run's state during a checkpoint that an earlier controller ordered. Mostly it is the last one."""
         if seen.stats.step >= self._config.train.steps:
             return RunState.CHECKPOINTING
         return RunState.STOPPING if seen.stop is not None else RunState.RESCALING
@@ -211,7 +211,7 @@ class Generations:
 
 
 def _unless_starved(accused: Iterable[str], seen: Observations) -> list[Action]:
-    """The question that comes before the end of workers that are accused of standing still: did their machine let them run?"""
+    """Return the question that comes before the end of workers that are accused of standing still: did their machine let them run?"""
     unasked = tuple(w for w in accused if w not in seen.starved)
     return [actions.AskStarved(unasked)] if unasked else []
 

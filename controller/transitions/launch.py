@@ -10,13 +10,13 @@ from vescale_ray.workers.messages import Give, Join, Order, Seat
 
 
 def givers_of(world: World) -> list[str]:
-    """Workers outside the generation that hold a part of its state."""
+    """Return the workers outside the generation that hold a part of its state."""
     resume, members = world.source.resume, frozenset(world.members)
     return [w for w in resume.workers if w not in members] if resume is not None else []
 
 
 def orders_of(world: World, givers: Sequence[str], store: tuple[str, int], run_id: str, *, evaluate: bool) -> dict[str, Order]:
-    """The orders for the members, and for the ``givers`` that give them shards.
+    """Return the orders for the members, and for the ``givers`` that give them shards.
 
     Args:
         store: host and port of the generation's store.

@@ -27,11 +27,11 @@ class Agent:
         return send_signal(pid, process_born, number)
 
     def stacks(self, pid: int, process_born: int, descriptor: int, wait_s: float) -> str:
-        """The stacks of all threads of a worker's process, or why there are none."""
+        """Return the stacks of all threads of a worker's process, or why there are none."""
         return fetch_stacks(pid, process_born, descriptor, wait_s)
 
     def starved(self, threads: Sequence[Thread]) -> list[float]:
-        """Seconds for which each thread got no processor."""
+        """Return the seconds for which each thread got no processor."""
         return fetch_starved(threads)
 
 
@@ -47,12 +47,12 @@ def send_signal(pid: int, process_born: int, number: int) -> bool:
 
 
 def fetch_stacks(pid: int, process_born: int, descriptor: int, wait_s: float) -> str:
-    """The stacks of a worker of this machine, if its process is still the one that started at ``process_born``."""
+    """Return the stacks of a worker of this machine, if its process is still the one that started at ``process_born``."""
     return take_stacks(pid, descriptor, wait_s) if born(pid) == process_born else "(its process is gone)"
 
 
 def fetch_starved(threads: Sequence[Thread]) -> list[float]:
-    """Seconds for which each of these threads of this machine got no processor; 0 if its process is gone."""
+    """Return the seconds for which each of these threads of this machine got no processor; 0 if its process is gone."""
     return [starved_s(pid, thread) if born(pid) == process_born else 0.0 for pid, process_born, thread in threads]
 
 

@@ -52,7 +52,7 @@ class Agents:
             self._submit(_end_agent, agent)
 
     def call(self, node: str, wait_s: float, method: str, *args: Any) -> Any:
-        """The answer of the agent of ``node``; None if there is none, and the node counts as gone."""
+        """Return the answer of the agent of ``node``; None if there is none, and the node counts as gone."""
         if time.monotonic() - self._gone.get(node, -GONE_S) < GONE_S:
             return None
         with self._lock:

@@ -74,7 +74,7 @@ class Member:
     # ----------------------------------------------------------------------------------------------------------- calls
 
     def pending(self) -> list[Any]:
-        """The calls under way."""
+        """Return the calls under way."""
         return [ref for ref in (self.hello, self.lifeline, self.outline, self.poll) if ref is not None]
 
     def start(self, epoch: int) -> None:
@@ -142,7 +142,7 @@ class Member:
             self.lifeline = self.handle.lifeline.remote(epoch)
 
     def lateness(self, now: float) -> float:
-        """Seconds by which the worker's answers were late. Earlier answers count less."""
+        """Return the seconds by which the worker's answers were late. Earlier answers count less."""
         return self.late_s * 0.5 ** ((now - self.heard) / LATE_HALF_S)
 
     def excuse(self, seconds: float) -> float:

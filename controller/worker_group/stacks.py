@@ -30,7 +30,7 @@ def node_by_node(members: Mapping[str, Member], workers: Iterable[str]) -> list[
 
 
 def stacks_of(members: Mapping[str, Member], silent: Collection[str], supervisor: Any, wait_s: float, call_s: float) -> dict[str, str]:
-    """The stacks of all ``members``.
+    """Return the stacks of all ``members``.
 
     Args:
         silent: workers that have owed an answer for long. Only their nodes' agents are asked.

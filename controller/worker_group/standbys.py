@@ -78,7 +78,7 @@ class Standbys:
                 self._end(standby)
 
     def ready(self) -> dict[str, int]:
-        """Number of standbys that can take a place, by node."""
+        """Return the number of standbys that can take a place, by node."""
         with self._lock:
             nodes = [one.node for one in self._ready]
         return {node: nodes.count(node) for node in nodes}

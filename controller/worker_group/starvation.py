@@ -56,7 +56,7 @@ def excused(members: Mapping[str, Member], workers: Collection[str], starved: An
 
 
 def lateness(members: Mapping[str, Member], node: str, but: Collection[str]) -> float:
-    """Largest recent lateness of a node's workers in seconds, without those in ``but``."""
+    """Return the largest recent lateness of a node's workers in seconds, without those in ``but``."""
     now = time.monotonic()
     others = [m for w, m in members.items() if w not in but and m.info is not None and m.info.node == node]
     return max((m.lateness(now) for m in others), default=0.0)

@@ -97,9 +97,10 @@ class Supervisor:
         self._state: str | None = None
 
     def store(self) -> tuple[str, int]:
-        """Host and port of a new store, for one generation. The last store stays, in case its generation is not over everywhere.
+        """Return the host and port of a new store, for one generation. The last store stays, in case its generation is not over everywhere.
 
-        A group of N ranks leaves about 8 N bytes per rank in its store: 8 MB for 1,000 ranks. Older stores are closed to free this."""
+        A group of N ranks leaves about 8 N bytes per rank in its store: 8 MB for 1,000 ranks. Older stores are closed to free this.
+        """
         # torch takes a second or more to import. In the constructor, all callers would wait for it.
         from torch.distributed import TCPStore
 
@@ -158,7 +159,7 @@ class Supervisor:
         return worker, actor.remote(worker, self._config, True, *self._pickled)
 
     def standbys(self) -> dict[str, int]:
-        """Number of standbys that can take a place, by node."""
+        """Return the number of standbys that can take a place, by node."""
         return self._standbys.ready()
 
     def _each(self) -> tuple[float, float]:
@@ -242,7 +243,7 @@ class Supervisor:
         return self._state
 
     def roster(self, epoch: int = 0) -> dict[str, Any]:
-        """Handles of all workers that were not dismissed, for the controller ``epoch``. Earlier controllers can't hire any more."""
+        """Return handles of all workers that were not dismissed, for the controller ``epoch``. Earlier controllers can't hire any more."""
         with self._lock:
             self._epoch = max(self._epoch, epoch)
             return {worker: child.handle for worker, child in self._children.items()}
@@ -297,7 +298,7 @@ class Supervisor:
         return None if sent is None else bool(sent)
 
     def stacks(self, info: WorkerInfo, wait_s: float) -> str:
-        """The stacks of a worker's process, or why there are none. The process itself need not answer."""
+        """Return the stacks of a worker's process, or why there are none. The process itself need not answer."""
         if info.node == self._node:
             return fetch_stacks(info.pid, info.born, info.stacks, wait_s)
         return str(
@@ -305,7 +306,9 @@ class Supervisor:
         )
 
     def starved(self, node: str, infos: Sequence[WorkerInfo]) -> list[float] | None:
-        """Seconds so far for which the training threads of a node's workers got no processor; None if the node does not answer."""
+        """Return the seconds so far for which the training threads of a node's workers got no processor; None if the node does not
+        answer.
+        """
         threads = [(info.pid, info.born, info.thread) for info in infos]
         told = fetch_starved(threads) if node == self._node else self._agents.call(node, AGENT_S, "starved", threads)
         return None if told is None else list(told)
@@ -366,14 +369,14 @@ def _remove(group: PlacementGroup) -> None:
 
 
 def _node_of(group: PlacementGroup) -> str | None:
-    """The node where a placement group of one bundle has its place; None while it waits, also after its node was lost."""
+    """Return the node where a placement group of one bundle has its place; None while it waits, also after its node was lost."""
     about = placement_group_table(group)
     nodes = about.get("bundles_to_node_id") or {}
     return str(nodes[0]) if about.get("state") == "CREATED" and nodes.get(0) else None
 
 
 def supervisor_name(run_id: str) -> str:
-    """Name of the run's supervisor in Ray."""
+    """Return the name of the run's supervisor in Ray."""
     return f"supervisor:{run_id}"
 
 

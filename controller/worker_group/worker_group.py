@@ -113,7 +113,7 @@ class WorkerGroup:
                     self._enroll(worker, handle, avoid=avoid, standby=standby)
 
     def hemmed(self, avoided: Collection[str]) -> list[str]:
-        """Workers that are not warm yet and exclude a node that is no longer among those to avoid."""
+        """Return the workers that are not warm yet and exclude a node that is no longer among those to avoid."""
         return [w for w in self.warming() if self.members[w].avoid.difference(avoided)]
 
     def adopt(self, known: Mapping[str, WorkerInfo]) -> None:
@@ -125,7 +125,7 @@ class WorkerGroup:
             self._enroll(worker, handle, known.get(worker), frozenset() if worker in known else UNTOLD)
 
     def store(self) -> tuple[str, int]:
-        """Host and port of a store for one generation."""
+        """Return the host and port of a store for one generation."""
         host, port = self._ask_supervisor("store", timeout_s=60.0)  # it imports torch
         return str(host), int(port)
 
@@ -176,8 +176,9 @@ class WorkerGroup:
         return info is not None and bool(self._ask_supervisor("signal", info, number))
 
     def stacks(self, workers: Iterable[str], wait_s: float) -> dict[str, str]:
-        """The Python stacks of workers. If a worker does not answer within ``wait_s``, or has owed an answer for long, its node's agent
-        is asked."""
+        """Return the Python stacks of workers. If a worker does not answer within ``wait_s``, or has owed an answer for long, its node's
+        agent is asked.
+        """
         there = {w: self.members[w] for w in workers if w in self.members}
         return stacks_of(there, self.silent(wait_s), self._supervisor, wait_s, self._call_s)
 
@@ -210,7 +211,7 @@ class WorkerGroup:
         return member is None or member.verdict is not None
 
     def ready(self) -> tuple[str, ...]:
-        """Warm workers that are not being ended."""
+        """Return warm workers that are not being ended."""
         return tuple(w for w, member in self.members.items() if member.info is not None and member.verdict is None)
 
     def warming(self) -> tuple[str, ...]:
@@ -230,22 +231,23 @@ class WorkerGroup:
         return member.info if member else None
 
     def age(self, worker: str) -> float:
-        """Seconds since a worker was hired."""
+        """Return the seconds since a worker was hired."""
         return time.monotonic() - self.members[worker].hired
 
     def silent(self, seconds: float) -> frozenset[str]:
-        """Warm workers that have owed an answer for more than ``seconds``, without the time that :meth:`starved` excuses."""
+        """Return warm workers that have owed an answer for more than ``seconds``, without the time that :meth:`starved` excuses."""
         limit = self.clock() - seconds - POLL_WAIT_S
         return frozenset(w for w, m in self.members.items() if m.owes and m.owes_since + m.starved_s < limit and m.verdict is None)
 
     def given(self, worker: str) -> float:
-        """Seconds of a worker's silence that :meth:`starved` excuses."""
+        """Return the seconds of a worker's silence that :meth:`starved` excuses."""
         member = self.members.get(worker)
         return member.starved_s if member else 0.0
 
     def starved(self, workers: Collection[str]) -> dict[str, float]:
-        """Workers that owe an answer because their machine is overloaded, each with the seconds of silence that this call excuses
-        (:func:`~vescale_ray.controller.worker_group.starvation.excused`). Call this method before ending a silent worker."""
+        """Return the workers that owe an answer because their machine is overloaded, each with the seconds of silence that this call
+        excuses (:func:`~vescale_ray.controller.worker_group.starvation.excused`). Call this method before ending a silent worker.
+        """
         return excused(self.members, workers, self._supervisor.starved, self._call_s)
 
     # ------------------------------------------------------------------------------------------------------------ orders
@@ -325,7 +327,7 @@ class WorkerGroup:
     # -------------------------------------------------------------------------------------------------------------- news
 
     def pump(self, timeout_s: float) -> list[News]:
-        """The workers' news, as soon as there is any; an empty list if there is none within ``timeout_s`` seconds."""
+        """Return the workers' news, as soon as there is any; an empty list if there is none within ``timeout_s`` seconds."""
         self._enlist(0.0)
         if self._unhired:
             unhired, self._unhired = self._unhired, []

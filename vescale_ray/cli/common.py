@@ -65,7 +65,7 @@ def option_told(error: click.NoSuchOption) -> str | None:
 
 
 def folder_of(path: str | None) -> RunFolder:
-    """The run's folder at ``path``; None: the newest run under ./runs."""
+    """Return the run's folder at ``path``; None: the newest run under ./runs."""
     from vescale_ray.runfolder import RunFolder, RunFolderError, newest_run
 
     if path is None:

@@ -37,13 +37,13 @@ def check_version() -> None:
 
 
 def installed_release() -> tuple[int, ...]:
-    """``(2, 15)`` for version 2.15.1; empty if the version is unknown."""
+    """Return ``(2, 15)`` for version 2.15.1; empty if the version is unknown."""
     found = re.match(r"(\d+)\.(\d+)", installed_version() or "")
     return (int(found[1]), int(found[2])) if found else ()
 
 
 def installed_version() -> str | None:
-    """The version of the torch that an import would load; None if there is none, or its version is unknown."""
+    """Return the version of the torch that an import would load; None if there is none, or its version is unknown."""
     if "torch" in sys.modules:
         return getattr(sys.modules["torch"], "__version__", None)
     spec = importlib.util.find_spec("torch")
@@ -85,7 +85,7 @@ def need(owner: str, *attributes: str) -> None:
 
 
 def names_of(path: Path) -> Iterator[str]:
-    """The full names that a file's :func:`private_names` blocks import or :func:`need`, read from its source."""
+    """Yield the full names that a file's :func:`private_names` blocks import or :func:`need`, read from its source."""
     import ast  # imported here: the command line loads this file, and needs ast only for an error
 
     blocks = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.With)]

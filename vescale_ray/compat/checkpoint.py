@@ -29,7 +29,7 @@ def load_without_elements(file: IO[bytes]) -> Any:
 
 
 def elements_offset(tensor: torch.Tensor) -> int:
-    """The byte in the archive at which the storage of a tensor of :func:`load_without_elements` begins."""
+    """Return the byte in the archive at which the storage of a tensor of :func:`load_without_elements` begins."""
     offset = tensor.untyped_storage()._checkpoint_offset
     assert offset is not None
     return offset

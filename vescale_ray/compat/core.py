@@ -124,7 +124,7 @@ def has_function_mode() -> bool:
 
 
 def outside_transforms() -> Any:
-    """A context that suspends ``torch.func`` transforms, which would wrap the gathered parameters."""
+    """Return a context that suspends ``torch.func`` transforms, which would wrap the gathered parameters."""
     return DisableFuncTorch() if are_functorch_transforms_active() else NO_CONTEXT
 
 

@@ -30,5 +30,5 @@ def clear_mesh_caches() -> None:
 
 
 def flight_record() -> Any:
-    """The function that dumps torch's flight recorder as JSON; None if torch is not loaded or has none."""
+    """Return the function that dumps torch's flight recorder as JSON; None if torch is not loaded or has none."""
     return getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)

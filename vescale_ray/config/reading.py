@@ -102,7 +102,7 @@ def _load_yaml(text: str, where: str) -> Any:
 
 
 def _hint(error: yaml.MarkedYAMLError) -> str:
-    """The remedy for signs that mean something else in YAML."""
+    """Return the remedy for signs that mean something else in YAML."""
     said = f"{error.context} {error.problem}"
     if "alias" in said:  # corpus: *.parquet
         return "; put a text that begins with * in quotes"

@@ -79,11 +79,13 @@ class RunConfig(Section):
         return self.whole(most)
 
     def grid(self, workers: int) -> RankGrid:
-        """The arrangement of at most ``workers`` workers in replicas and shards."""
+        """Return the arrangement of at most ``workers`` workers in replicas and shards."""
         return grid_of(self.train.sharding, self.train.expert_parallel, workers)
 
     def whole(self, workers: int) -> int:
-        """The most of ``workers`` workers that can train together: those of whole replicas, or whole groups that share the experts."""
+        """Return the most of ``workers`` workers that can train together: those of whole replicas, or whole groups that share the
+        experts.
+        """
         return self.grid(workers).size
 
     @property

@@ -201,7 +201,7 @@ class BlockDataset:
         return {**told, "other_roles": ", ".join(roles[:8])} if roles else told
 
     def _digest(self) -> str:
-        """Hash of every file's name, content and parts."""
+        """Return a hash of every file's name, content and parts."""
         digest = hashlib.sha256()
         for file in self.files:
             digest.update(file.file.name.encode() + b"\0" + file.fingerprint + file.counts.tobytes())

@@ -74,7 +74,7 @@ def roles_of(record: Mapping[str, Any]) -> set[str]:
 
 
 def _tools(tools: Any) -> list[dict[str, Any]] | None:
-    """The descriptions of functions."""
+    """Return the descriptions of functions."""
     given = _from_json(tools) or None
     if given is not None and not (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
         raise ValueError(f"tools is {str(tools)[:40]!r}, no list of functions; give one, or its JSON")

@@ -259,14 +259,14 @@ class Encoders:
         return int(found)
 
     def ids(self, what: str) -> IdEncoder:
-        """The encoder of token ids. ``what``: the data, for the message."""
+        """Return the encoder of token ids. ``what``: the data, for the message."""
         if not self.vocab:
             raise BadInput(f"{what} holds token ids: set data.vocab to the number of tokens, or data.tokenizer to the file that made them")
         self._check_end()
         return IdEncoder(self.vocab, self.end)
 
     def text(self) -> Encoder:
-        """The encoder of text."""
+        """Return the encoder of text."""
         if self._tokenizer is None:
             self.vocab = _vocab_of_bytes(self._keys)
             self._check_end()
@@ -283,7 +283,7 @@ class Encoders:
         return TokenizerEncoder(self._tokenizer, self.vocab, self.end, self._digest)
 
     def chat(self) -> ChatEncoder:
-        """The encoder of fine-tuning rows."""
+        """Return the encoder of fine-tuning rows."""
         if self._tokenizer is None or self._keys.tokenizer is None:
             raise BadInput("data.format = chat: there is no tokenizer; set model.hf, or data.tokenizer to the tokenizer.json of the model")
         last = self.text().end
@@ -300,7 +300,7 @@ class Encoders:
             raise BadInput(f"data.end_token = {self._named}{where}: is not below the vocabulary's size, {self.vocab}; set another token")
 
     def of(self, file: DataFile, kind: pa.DataType) -> Encoder:
-        """The encoder of a column's type."""
+        """Return the encoder of a column's type."""
         types, kind = pa.types, plain_type(kind)
         if types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind):
             return self.text()

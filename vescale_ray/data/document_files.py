@@ -67,7 +67,7 @@ class DocumentFile(ABC):
 
     @abstractmethod
     def documents(self, part: int) -> Sequence[pa.Array]:
-        """The documents of a part; pyarrow's errors mean that they are damaged."""
+        """Return the documents of a part; pyarrow's errors mean that they are damaged."""
 
     @abstractmethod
     def first_row(self, part: int) -> int:

@@ -146,7 +146,7 @@ class GivenDataset:
         return found.astype(np.int64)
 
     def _identified(self, count: int) -> str:
-        """Hash of the number of samples and of :data:`PROBES` samples."""
+        """Return a hash of the number of samples and of :data:`PROBES` samples."""
         digest = hashlib.sha256(f"{count} {self.masked}".encode())
         for number in np.unique(np.linspace(0, count - 1, min(PROBES, count)).astype(np.int64)).tolist():
             tokens, targets = self._sample(number)

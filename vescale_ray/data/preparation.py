@@ -84,7 +84,7 @@ class Preparation:
         return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
 
     def name(self, number: int) -> str:
-        """Name of an output file."""
+        """Return the name of an output file."""
         return f"part-{number:05d}-of-{len(self.pieces):05d}.parquet"
 
 

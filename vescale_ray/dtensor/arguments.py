@@ -18,7 +18,7 @@ from vescale_ray.dtensor.spec import check_placements, make_spec, ragged_mesh_di
 
 
 def placement_list(placements: Any) -> tuple[Placement, ...]:
-    """``placements`` as a tuple.
+    """Return ``placements`` as a tuple.
 
     Raises:
         TypeError: it is no sequence of placements.
@@ -31,7 +31,7 @@ def placement_list(placements: Any) -> tuple[Placement, ...]:
 
 
 def whole_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Size:
-    """The shape of the whole tensor, computed from this rank's part ``local`` if it can be; otherwise all ranks raise ValueError."""
+    """Return the shape of the whole tensor, computed from this rank's part ``local`` if it can be; otherwise all ranks raise ValueError."""
     dim = ragged_mesh_dim(placements)
     if dim is None or len(placements) != mesh.ndim:
         check_placements(mesh, placements, tuple(local.shape))  # raises

@@ -136,7 +136,7 @@ class Part(torch.autograd.Function):
 
 
 def whole_of(tensor: DTensor) -> Tensor:
-    """The whole tensor as a plain one, by one collective; differentiable."""
+    """Return the whole tensor as a plain one, by one collective; differentiable."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         return cast(Tensor, Whole.apply(tensor))
     return _whole(tensor)
@@ -147,7 +147,7 @@ def _whole(tensor: DTensor) -> Tensor:
 
 
 def redistributed(tensor: DTensor, placements: Sequence[Placement], async_op: bool = False, *dtypes: torch.dtype | None) -> DTensor:
-    """``tensor`` with other placements on its mesh. ``dtypes`` are those of the collectives in forward and backward."""
+    """Return ``tensor`` with other placements on its mesh. ``dtypes`` are those of the collectives in forward and backward."""
     return cast(DTensor, Redistribute.apply(tensor, placement_list(placements), async_op, *(dtypes or (None, None))))
 
 
@@ -161,7 +161,7 @@ class RaggedAwareDTensor(DTensor):
 
     @run_as_is
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's part, or its contribution to a pending reduction. It shares memory and is differentiable.
+        """Return this rank's part, or its contribution to a pending reduction. It shares memory and is differentiable.
 
         Args:
             grad_placements: placements of the result's gradient; None: the tensor's own (as in DTensor.to_local).
@@ -177,13 +177,13 @@ class RaggedAwareDTensor(DTensor):
 
     @run_as_is
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole tensor as a plain one, by one collective; differentiable."""
+        """Return the whole tensor as a plain one, by one collective; differentiable."""
         if grad_placements is None:
             return whole_of(self)
         return self.redistribute(placements=replicated(self.device_mesh)).to_local(grad_placements=grad_placements)
 
     def tolist(self) -> Any:
-        """The numbers of the whole tensor, by one collective, as ``item()`` gives one."""
+        """Return the numbers of the whole tensor, by one collective, as ``item()`` gives one."""
         return whole_of(cast(DTensor, self.detach())).tolist()
 
     def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
@@ -212,10 +212,11 @@ class RaggedAwareDTensor(DTensor):
             return self.full_tensor()
 
     def _stable_hash_for_caching(self) -> str:
-        """The key of ``torch.compile``'s code cache, which all processes of the machine share on disk.
+        """Return the key of ``torch.compile``'s code cache, which all processes of the machine share on disk.
 
         Torch's key is the same on all ranks. Code for one rank's part would read beyond the end of another's, so this key adds the local
-        shape and the rank's coordinate."""
+        shape and the rank's coordinate.
+        """
         local, here, base = self._local_tensor, self.device_mesh.get_coordinate(), super()._stable_hash_for_caching()
         text = f"{type(self).__name__} {base} {tuple(local.shape)} {local.stride()} {local.dtype} {here}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -230,7 +231,7 @@ class RaggedAwareDTensor(DTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same tensor with other placements on the same mesh, ragged or not; differentiable.
+        """Return the same tensor with other placements on the same mesh, ragged or not; differentiable.
 
         The result, and every tensor computed from it, can be redistributed to ragged placements again by the same call.
 

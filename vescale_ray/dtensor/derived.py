@@ -154,7 +154,7 @@ class DerivedDTensor(RaggedAwareDTensor):
         return unpickled_derived, (self._local_tensor.detach(), self.device_mesh, self.placements, tuple(self.shape), self.requires_grad)
 
     def __coerce_tangent_metadata__(self) -> DTensor:
-        """The gradient that a compiled function expects for this result: reduced, in the form that :func:`whole_of` returns."""
+        """Return the gradient that a compiled function expects for this result: reduced, in the form that :func:`whole_of` returns."""
         return _derived(_settle(self)) if _is_pending(self) else self
 
     @staticmethod
@@ -217,7 +217,7 @@ Classes.other = DerivedDTensor
 
 
 def derived(value: Tensor, spec: DTensorSpec) -> DerivedDTensor:
-    """``value`` as a DerivedDTensor. ``spec`` must have its dtype."""
+    """Return ``value`` as a DerivedDTensor. ``spec`` must have its dtype."""
     return wrap(DerivedDTensor, value, spec)
 
 

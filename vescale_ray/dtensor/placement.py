@@ -174,7 +174,7 @@ class RaggedShard(Placement):
         return f"RS({self.dims}, {self.local_units})" if len(self.local_units) <= 8 else f"RS({self.dims}, {len(self.local_units)} ranks)"
 
     def __format__(self, spec: str) -> str:
-        """The text for errors of torch's functions, which can't use the placement, with the remedy."""
+        """Return the text for errors of torch's functions, which can't use the placement, with the remedy."""
         return f"{self!s} (a RaggedShard: use distribute_tensor or state_dict of vescale_ray, or call stand_in_for_torch() first)"
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:

@@ -103,7 +103,7 @@ class RaggedDTensor(RaggedAwareDTensor):
         raise RuntimeError("share_memory_() of a RaggedDTensor: share its to_local()")
 
     def local_interval(self) -> tuple[int, int]:
-        """Flat elements ``[start, end)`` of the full tensor that this rank holds; ``start == end`` if none.
+        """Return the flat elements ``[start, end)`` of the full tensor that this rank holds; ``start == end`` if none.
 
         Raises:
             ValueError: the part is not an interval, because another mesh dimension has a Shard of an inner dimension.
@@ -111,12 +111,13 @@ class RaggedDTensor(RaggedAwareDTensor):
         return sharding_of(self._spec).interval()
 
     def local_intervals(self) -> list[tuple[int, int]]:
-        """Flat elements of the full tensor that this rank holds, in the order of the local tensor. Most layouts have one interval. With a
-        Shard of an inner dimension on another mesh dimension there is about one per row. A rank without elements has none."""
+        """Return the flat elements of the full tensor that this rank holds, in the order of the local tensor. Most layouts have one
+        interval. With a Shard of an inner dimension on another mesh dimension there is about one per row. A rank without elements has none.
+        """
         return intervals(tuple(self.shape), self.local_boxes())
 
     def local_boxes(self) -> Sequence[Box]:
-        """This rank's part as boxes ``(offsets, sizes)``: at most ``2 * ndim - 1``, none of them empty."""
+        """Return this rank's part as boxes ``(offsets, sizes)``: at most ``2 * ndim - 1``, none of them empty."""
         return sharding_of(self._spec).boxes()
 
     # -- dispatch and the tensor's own machinery -----------------------------------------------------------------------
@@ -195,7 +196,7 @@ class RaggedDTensor(RaggedAwareDTensor):
         return sharding.boxes()
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Boxes of the tensor that this rank holds: at most ``2 * ndim - 1``, none of them empty."""
+        """Return the boxes of the tensor that this rank holds: at most ``2 * ndim - 1``, none of them empty."""
         return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self._boxes()]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
@@ -210,7 +211,7 @@ class RaggedDTensor(RaggedAwareDTensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The box that starts at ``index.offset``, as a view of the local tensor."""
+        """Return the box that starts at ``index.offset``, as a view of the local tensor."""
         flat, position = arrived(self._local_tensor).detach().view(-1), 0
         wanted = None if index.offset is None else tuple(index.offset)
         for offsets, sizes in self._boxes():
@@ -286,7 +287,7 @@ def redistribute(
 
 
 def local_interval(tensor: Tensor) -> tuple[int, int]:
-    """Flat elements ``[start, end)`` of the full tensor that this rank holds.
+    """Return the flat elements ``[start, end)`` of the full tensor that this rank holds.
 
     It is defined for RaggedDTensor, for plain tensors and DTensors with Replicate (all elements), and for DTensors with one Shard(0) and
     Replicate elsewhere.

@@ -113,7 +113,7 @@ class LocalSharding:
         return self is other or (self.shape == other.shape and self.placements == other.placements and self.mesh == other.mesh)
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """The spec of a tensor with this layout and ``dtype``, the same object each time."""
+        """Return the spec of a tensor with this layout and ``dtype``, the same object each time."""
         found = self._specs.get(dtype)
         if found is None:
             found = ShapedSpec(self.mesh, self.placements, tensor_meta=TensorMeta(self.shape, self.stride, dtype))
@@ -127,7 +127,9 @@ class LocalSharding:
         self._specs.setdefault(spec.tensor_meta.dtype, spec)
 
     def interval(self) -> tuple[int, int]:
-        """Flat elements ``[start, end)`` of the whole tensor that this rank holds; raises ValueError if they are not an interval."""
+        """Return the flat elements ``[start, end)`` of the whole tensor that this rank holds; raises ValueError if they are not an
+        interval.
+        """
         if self._interval is None:
             offsets, part, shape = self.offsets, self.section, self.shape
             cut = next((d for d in reversed(range(len(shape))) if part[d] != shape[d]), 0)
@@ -138,7 +140,7 @@ class LocalSharding:
         return self._interval
 
     def boxes(self) -> tuple[Box, ...]:
-        """Boxes of the tensor that this rank holds, in the order of the local tensor's elements; none is empty."""
+        """Return the boxes of the tensor that this rank holds, in the order of the local tensor's elements; none is empty."""
         return _shifted(boxes(self.section, self.start, self.end), self.offsets)
 
     def cut_dims(self) -> list[int]:
@@ -146,7 +148,9 @@ class LocalSharding:
         return [i for i, p in enumerate(self.placements) if i == self.mesh_dim or p.is_shard()]
 
     def reduced_spec(self, partial: Placement, shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
-        """The spec of a reduction over all elements: ``partial`` on the mesh dimensions that distribute them, the others unchanged."""
+        """Return the spec of a reduction over all elements: ``partial`` on the mesh dimensions that distribute them, the others
+        unchanged.
+        """
         key = (partial, tuple(shape), dtype)
         found = self._reduced.get(key)
         if found is None:
@@ -155,7 +159,7 @@ class LocalSharding:
         return found
 
     def reshaped(self, shape: Sequence[int]) -> LocalSharding | None:
-        """The layout of the same elements on the same ranks, in the same order, with another ``shape``; None if there is none.
+        """Return the layout of the same elements on the same ranks, in the same order, with another ``shape``; None if there is none.
 
         If another mesh dimension has Shard(d), the dimensions up to d must stay unchanged.
         """
@@ -174,7 +178,8 @@ class LocalSharding:
         return self._views[key]
 
     def resized(self, shape: Sequence[int], gone: Sequence[int] = ()) -> LocalSharding:
-        """The layout of a tensor with the same merged dimensions and other inner dimensions. It has the same units, with another size.
+        """Return the layout of a tensor with the same merged dimensions and other inner dimensions. It has the same units, with another
+        size.
 
         ``gone``: dimensions of this shape that the new one lacks; no placement cuts them.
         """
@@ -187,7 +192,7 @@ class LocalSharding:
         return found
 
     def settled(self) -> LocalSharding:
-        """This layout with nothing pending."""
+        """Return this layout with nothing pending."""
         found = self._views.get("settled")
         if found is None:
             found = self._views["settled"] = layout_of(self.mesh, settled_placements(self.placements), self.shape)
@@ -201,7 +206,7 @@ class LocalSharding:
 
 
 def sharding_of(spec: DTensorSpec) -> LocalSharding:
-    """The spec's layout. Except for the first time, it costs one attribute access."""
+    """Return the spec's layout. Except for the first time, it costs one attribute access."""
     try:
         return spec._ragged  # type: ignore[attr-defined]
     except AttributeError:
@@ -217,7 +222,9 @@ _LAYOUTS: WeakValueDictionary[object, LocalSharding] = WeakValueDictionary()
 
 
 def pending_spec(mesh: DeviceMesh, placements: Placements, shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
-    """The one spec of a reduction's result. Norms that can be stacked directly are then recognized by the identity of their specs."""
+    """Return the one spec of a reduction's result. Norms that can be stacked directly are then recognized by the identity of their
+    specs.
+    """
     shape = numbers(shape)
     key = (id(mesh), placements, shape, dtype)
     found = _PENDING.get(key)
@@ -228,12 +235,12 @@ def pending_spec(mesh: DeviceMesh, placements: Placements, shape: Sequence[int],
 
 
 def numbers(shape: Sequence[int]) -> Shape:
-    """``shape`` with symbols as numbers, since a layout has one shape. A function compiled for any shape is compiled for each."""
+    """Return ``shape`` with symbols as numbers, since a layout has one shape. A function compiled for any shape is compiled for each."""
     return tuple(shape) if all(type(n) is int for n in shape) else tuple(int(n) for n in shape)
 
 
 def layout_of(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> LocalSharding:
-    """The one Sharding of a layout. Tensors with equal layouts are then recognized by identity."""
+    """Return the one Sharding of a layout. Tensors with equal layouts are then recognized by identity."""
     shape = numbers(shape)
     key = (id(mesh), tuple(placements), shape)
     found = _LAYOUTS.get(key)
@@ -243,7 +250,7 @@ def layout_of(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence
 
 
 def ragged_mesh_dim(placements: Sequence[Placement]) -> int | None:
-    """The mesh dimension with a RaggedShard, or None."""
+    """Return the mesh dimension with a RaggedShard, or None."""
     for i, placement in enumerate(placements):
         if isinstance(placement, RaggedShard):
             return i
@@ -251,7 +258,7 @@ def ragged_mesh_dim(placements: Sequence[Placement]) -> int | None:
 
 
 def check_placements(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Placements:
-    """The placements of a supported layout, with negative dimensions made positive.
+    """Return the placements of a supported layout, with negative dimensions made positive.
 
     Raises:
         ValueError: there is not one placement per mesh dimension, not exactly one RaggedShard, or another kind than Replicate, Partial
@@ -273,7 +280,7 @@ def check_placements(mesh: DeviceMesh, placements: Sequence[Placement], shape: S
 
 
 def positive_dims(placements: Sequence[Placement], shape: Sequence[int]) -> Placements:
-    """``Shard(-1)`` as ``Shard(ndim - 1)``; raises ValueError for a dimension that the tensor lacks."""
+    """Return ``Shard(-1)`` as ``Shard(ndim - 1)``; raises ValueError for a dimension that the tensor lacks."""
     found = []
     for placement in placements:
         if type(placement) is Shard:
@@ -285,20 +292,21 @@ def positive_dims(placements: Sequence[Placement], shape: Sequence[int]) -> Plac
 
 
 def settled_placements(placements: Sequence[Placement]) -> Placements:
-    """The placements with Replicate in place of pending reductions."""
+    """Return the placements with Replicate in place of pending reductions."""
     return tuple(Replicate() if p.is_partial() else p for p in placements)
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """One part of a dimension, cut like ``torch.chunk``: parts of ceil(size / parts), the last ones shorter or empty."""
+    """Return one part of a dimension, cut like ``torch.chunk``: parts of ceil(size / parts), the last ones shorter or empty."""
     step = -(-size // parts)
     return min(index * step, size), min((index + 1) * step, size)
 
 
 @lru_cache(maxsize=65536)
 def section(mesh_shape: Shape, placements: Placements, shape: Shape, coordinate: Shape) -> Box:
-    """Offsets and sizes of the box that the Shard placements leave to a coordinate. They cut in mesh order, each one the box that the
-    earlier ones leave."""
+    """Return the offsets and sizes of the box that the Shard placements leave to a coordinate. They cut in mesh order, each one the box
+    that the earlier ones leave.
+    """
     offsets, sizes = [0] * len(shape), list(shape)
     for parts, placement, index in zip(mesh_shape, placements, coordinate, strict=True):
         if type(placement) is Shard:
@@ -310,7 +318,7 @@ def section(mesh_shape: Shape, placements: Placements, shape: Shape, coordinate:
 
 @lru_cache(maxsize=65536)
 def holding(mesh_shape: Shape, placements: Placements, shape: Shape, coordinate: Shape) -> tuple[Box, ...]:
-    """Boxes of the tensor that a coordinate holds, in the order of its local tensor's elements; none is empty."""
+    """Return the boxes of the tensor that a coordinate holds, in the order of its local tensor's elements; none is empty."""
     offsets, sizes = section(mesh_shape, placements, shape, coordinate)
     dim = ragged_mesh_dim(placements)
     if dim is None:
@@ -327,24 +335,24 @@ def _shifted(found: tuple[Box, ...], by: Shape) -> tuple[Box, ...]:
 
 
 def section_shapes(tensor: DTensor) -> tuple[Shape, ...]:
-    """The distinct shapes of the boxes that the Shard placements of ``tensor`` leave to the coordinates of its mesh."""
+    """Return the distinct shapes of the boxes that the Shard placements of ``tensor`` leave to the coordinates of its mesh."""
     return _section_shapes(tuple(tensor.device_mesh.shape), tuple(tensor.placements), tuple(tensor.shape))
 
 
 @lru_cache(maxsize=65536)
 def _section_shapes(mesh_shape: Shape, placements: Placements, shape: Shape) -> tuple[Shape, ...]:
-    """The distinct section shapes of all coordinates."""
+    """Return the distinct section shapes of all coordinates."""
     spans = [range(n if type(p) is Shard else 1) for n, p in zip(mesh_shape, placements, strict=True)]
     return tuple({section(mesh_shape, placements, shape, coordinate)[1]: None for coordinate in product(*spans)})
 
 
 def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
-    """A checked spec for a tensor of ``shape``; raises ValueError like :func:`check_placements` and ``RaggedShard.validate``."""
+    """Return a checked spec for a tensor of ``shape``; raises ValueError like :func:`check_placements` and ``RaggedShard.validate``."""
     return layout_of(mesh, placements, shape).spec(dtype)
 
 
 def contiguous_stride(shape: Sequence[int]) -> Shape:
-    """Strides of a row-major tensor."""
+    """Return the strides of a row-major tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -353,7 +361,7 @@ def contiguous_stride(shape: Sequence[int]) -> Shape:
 
 
 def norm_partial(order: float) -> Placement:
-    """The pending reduction that combines local norms of this order."""
+    """Return the pending reduction that combines local norms of this order."""
     if order == math.inf:
         return Partial("max")
     if order == -math.inf:
@@ -368,7 +376,7 @@ def replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:
 
 
 def wrap(cls: type[T], local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> T:
-    """A ``cls`` with ``local``'s dtype and ``spec``'s layout. It skips DTensor's ``__init__``, which does nothing."""
+    """Return a ``cls`` with ``local``'s dtype and ``spec``'s layout. It skips DTensor's ``__init__``, which does nothing."""
     if local.dtype is not spec.tensor_meta.dtype:  # type: ignore[union-attr]
         spec = sharding_of(spec).spec(local.dtype)
     return enclose(cls, local, spec, requires_grad)

@@ -10,7 +10,8 @@ from torch import nn
 
 
 def select_units(model: nn.Module, patterns: Sequence[str] | Literal["auto"]) -> list[nn.Module]:
-    """Modules whose dotted name matches a pattern part by part, children first. ``layers.*`` matches ``layers.0``, not ``layers.0.ffn``.
+    """Return the modules whose dotted name matches a pattern part by part, children first. ``layers.*`` matches ``layers.0``, not
+    ``layers.0.ffn``.
 
     ``auto`` stands for the blocks of the outermost lists of modules (``nn.ModuleList``, or an ``nn.ModuleDict`` of one class).
 

@@ -85,7 +85,7 @@ class Policy:
             raise BadInput(f"expert parallelism over {self.expert_parallel} ranks: give at least 1")
 
     def shard_dtype(self, *, trainable: bool) -> torch.dtype:
-        """Dtype of parameters in their shards."""
+        """Return the dtype of parameters in their shards."""
         return self.master_dtype if trainable else self.frozen_dtype
 
     @property
@@ -150,7 +150,7 @@ class PlannedUnit:
         return sum(self._coded_bytes) - self.plan.shard_numel if self.coded is not None else 0
 
     def part_bytes(self, compute: torch.dtype) -> tuple[int, ...]:
-        """Bytes that a rank sends in an all-gather of each buffer."""
+        """Return the bytes that a rank sends in an all-gather of each buffer."""
         return self._coded_bytes or tuple(layout.shard_numel * compute.itemsize for layout in self.plan.buffers)
 
 
@@ -331,7 +331,7 @@ def _buffers(plan: ModelPlan, policy: Policy, backend: str, rank: int) -> tuple[
 
 
 def _optimizer_bytes(plan: ModelPlan, policy: Policy, rank: int) -> int:
-    """Bytes of optimizer state for the elements that the rank holds; padding has none."""
+    """Return the bytes of optimizer state for the elements that the rank holds; padding has none."""
     total = 0.0
     for u in plan.units:
         if not u.trainable:
@@ -346,7 +346,7 @@ def _optimizer_bytes(plan: ModelPlan, policy: Policy, rank: int) -> int:
 
 
 def _state_bytes(optimizer: Optimizer, kind: str) -> float:
-    """Bytes of state per parameter: FP32, or for 8-bit Adam two bytes plus two FP32 scales per block of 1024."""
+    """Return the bytes of state per parameter: FP32, or for 8-bit Adam two bytes plus two FP32 scales per block of 1024."""
     if optimizer == "sgd":
         return 4.0  # with momentum
     if optimizer == "muon" and kind in ("matrix", "expert"):

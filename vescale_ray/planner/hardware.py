@@ -53,7 +53,8 @@ MISALIGNED = 12.0
 
 
 def collective_time(size: float, group: int, hardware: Hardware, *, rank_bytes: int | None = None, stride: int = 1) -> float:
-    """Seconds of an all-gather or reduce-scatter of ``size`` bytes in total over ``group`` ranks that are ``stride`` devices apart.
+    """Return the seconds of an all-gather or reduce-scatter of ``size`` bytes in total over ``group`` ranks that are ``stride`` devices
+    apart.
 
     Latency grows with the logarithm of the group. The narrower link sets the bandwidth: the link inside a node, or the node's network
     adapters together. If ``rank_bytes`` is not a multiple of 16, the collective is :data:`MISALIGNED` times slower.
@@ -72,7 +73,9 @@ def collective_time(size: float, group: int, hardware: Hardware, *, rank_bytes: 
 
 
 def exchange_time(size: float, group: int, hardware: Hardware) -> float:
-    """Seconds of an all-to-all in which each of ``group`` neighbouring ranks sends ``size`` bytes in equal parts, one of them to itself."""
+    """Return the seconds of an all-to-all in which each of ``group`` neighbouring ranks sends ``size`` bytes in equal parts, one of them to
+    itself.
+    """
     if group <= 1 or size <= 0:
         return 0.0
     inside = min(group, hardware.node)

@@ -49,7 +49,9 @@ def check_staging(nbytes: int, ranks: int) -> None:
 
 
 def arrival_dtype(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients arrive: the compute dtype if each of its values is one of the reduce dtype, else the reduce dtype."""
+    """Return the dtype in which gradients arrive: the compute dtype if each of its values is one of the reduce dtype, else the reduce
+    dtype.
+    """
     return compute if torch.promote_types(compute, reduce) == reduce else reduce
 
 
@@ -175,7 +177,7 @@ class _Order:
 
 
 def _staging(unit: Unit) -> int:
-    """Bytes in which a unit's reduction casts gradients: one buffer if they all fit, else two."""
+    """Return the bytes in which a unit's reduction casts gradients: one buffer if they all fit, else two."""
     cast = sum(group.cast for group in unit)
     each = max((staging_bytes(cast, group.staging) for group in unit), default=0)
     return cast if cast <= each else 2 * each

@@ -158,7 +158,7 @@ def form_given(policy: str, name: str, form: Any) -> Fp8Block | None:
 
 
 def bad_text(tiles: list[tuple[str, int]]) -> str:
-    """The error for parameters with that many tiles that hold Inf or NaN."""
+    """Return the error for parameters with that many tiles that hold Inf or NaN."""
     names = ", ".join(f"{name!r} ({count} tile{'s' if count > 1 else ''})" for name, count in tiles[:4])
     more = f" and {len(tiles) - 4} more" if len(tiles) > 4 else ""
     return (
@@ -260,7 +260,7 @@ def _chunks(regions: Sequence[Region], device: torch.device) -> Iterator[tuple[R
 
 
 def rounded_up(scale: Tensor) -> Tensor:
-    """The next power of two; Inf and NaN stay."""
+    """Return the next power of two; Inf and NaN stay."""
     bits = (scale.view(torch.int32) + 0x7FFFFF) & _EXPONENT
     return torch.where(torch.isfinite(scale), bits.view(torch.float32), scale)
 

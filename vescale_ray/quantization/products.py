@@ -44,7 +44,7 @@ class Operand(NamedTuple):
     side: int
 
     def transposed(self) -> Operand:
-        """The transposed matrix; its tiles are square, so codes and scales stay."""
+        """Return the transposed matrix; its tiles are square, so codes and scales stay."""
         return Operand(self.codes.t(), self.scales.t(), self.rows, self.side)
 
 

@@ -27,7 +27,7 @@ PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def token_flops(model: nn.Module, seq_len: int) -> int:
-    """Operations for one token of a sequence of ``seq_len`` tokens, forward and backward.
+    """Return the operations for one token of a sequence of ``seq_len`` tokens, forward and backward.
 
     If the model has a method ``flops_per_token(seq_len)``, its answer is used. A mixture-of-experts model needs one, since a token uses
     only some weights. Otherwise the estimate is 6 operations per element of each weight matrix. Embeddings and attention count for nothing.

@@ -78,7 +78,7 @@ class Heartbeat:
         return self._beats + passed(self._thread)
 
     def starved_s(self) -> float:
-        """Seconds in which the thread was runnable but had no processor, as :func:`starved_s`."""
+        """Return the seconds in which the thread was runnable but had no processor, as :func:`starved_s`."""
         return starved_s(os.getpid(), self.native)
 
     @contextmanager
@@ -91,7 +91,7 @@ class Heartbeat:
             self.unhurried = False
 
     def collective(self) -> str:
-        """The collective in which the thread waits: operation, subject, size and number of ranks. Empty if it waits in none."""
+        """Return the collective in which the thread waits: operation, subject, size and number of ranks. Empty if it waits in none."""
         frame = frames().get(self._thread)
         if frame is None or not where(frame).waiting:
             return ""
@@ -107,7 +107,7 @@ _PASSED_OVER = {abortable_waits.__file__, os.path.join(os.path.dirname(abortable
 
 
 def frames() -> dict[int, FrameType]:
-    """The innermost frame of each thread, by the thread's identifier.
+    """Return the innermost frame of each thread, by the thread's identifier.
 
     Garbage collection is off meanwhile. Before CPython 3.11.9, ``sys._current_frames`` may collect garbage while it holds the lock that a
     starting or ending thread takes. If a destructor lets such a thread run, the process waits for ever (python/cpython#106883).
@@ -122,7 +122,7 @@ def frames() -> dict[int, FrameType]:
 
 
 def where(frame: FrameType, depth: int = 4) -> Where:
-    """The position of a thread whose innermost frame is ``frame``: this frame, then the next few frames of other files."""
+    """Return the position of a thread whose innermost frame is ``frame``: this frame, then the next few frames of other files."""
     code = frame.f_code
     # A running thread's frame may have no line between two instructions.
     line = linecache.getline(code.co_filename, frame.f_lineno or 0)
@@ -142,7 +142,7 @@ def where(frame: FrameType, depth: int = 4) -> Where:
 
 
 def recorded() -> str | None:
-    """The newest unfinished collective of torch's own in this process, from its flight recorder (:data:`RECORDER`)."""
+    """Return the newest unfinished collective of torch's own in this process, from its flight recorder (:data:`RECORDER`)."""
     dump = flight_record()
     entries = json.loads(dump()).get("entries", []) if dump is not None else []
     for entry in reversed(entries):
@@ -155,7 +155,7 @@ def recorded() -> str | None:
 
 
 def stacks() -> str:
-    """The Python stacks of all threads of this process, innermost call last."""
+    """Return the Python stacks of all threads of this process, innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = []
     for ident, frame in frames().items():
@@ -164,8 +164,9 @@ def stacks() -> str:
 
 
 def starved_s(pid: int, thread: int) -> float:
-    """Seconds in which a thread of this machine was runnable but had no processor, or its container had used up its quota. The kernel calls
-    this run delay. 0 if the kernel does not report it."""
+    """Return the seconds in which a thread of this machine was runnable but had no processor, or its container had used up its quota. The
+    kernel calls this run delay. 0 if the kernel does not report it.
+    """
     try:
         with open(f"/proc/{pid}/task/{thread}/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9
@@ -184,8 +185,9 @@ def offer_stacks() -> int:
 
 
 def take_stacks(pid: int, descriptor: int, wait_s: float) -> str:
-    """The stacks of another process of this machine that called :func:`offer_stacks`. If there are none, the reason (the process is stopped
-    or gone)."""
+    """Return the stacks of another process of this machine that called :func:`offer_stacks`. If there are none, the reason (the process is
+    stopped or gone).
+    """
     path = f"/proc/{pid}/fd/{descriptor}"
     if descriptor < 0:
         return "(this system cannot share the stacks with other processes)"
@@ -209,7 +211,7 @@ def take_stacks(pid: int, descriptor: int, wait_s: float) -> str:
 
 
 def state_of(pid: int) -> str:
-    """The kernel's name of a process's state, such as ``T (stopped)``; empty if the process does not exist."""
+    """Return the kernel's name of a process's state, such as ``T (stopped)``; empty if the process does not exist."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8") as file:
             return next((line.split(None, 1)[1].strip() for line in file if line.startswith("State:")), "")

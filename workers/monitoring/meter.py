@@ -77,7 +77,7 @@ class Meter:
         return Usage(waited, phases, self._memory(), device, retries, self._token_flops, self._peak)
 
     def _now(self) -> dict[str, float]:
-        """Seconds waited so far, by cause."""
+        """Return the seconds waited so far, by cause."""
         counted = wait_notes.counted_s()
         return {**self._model.waited_by_collective, **{kind: counted.get(kind, 0.0) for kind in self._counted}}
 
@@ -104,7 +104,7 @@ class Meter:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of an optimizer's states on this rank."""
+    """Return the bytes of an optimizer's states on this rank."""
     return sum(
         local.numel() * local.element_size()
         for state in optimizer.state.values()

@@ -37,12 +37,12 @@ slots move less and less often."""
 
 
 def even(slots: int, world: int) -> tuple[int, ...]:
-    """Number of slots of each rank if all ranks are equally fast. The numbers differ by at most one."""
+    """Return the number of slots of each rank if all ranks are equally fast. The numbers differ by at most one."""
     return tuple(slots // world + (rank < slots % world) for rank in range(world))
 
 
 def deal(shares: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The slots of each rank, where rank ``r`` gets ``shares[r]`` of them.
+    """Return the slots of each rank, where rank ``r`` gets ``shares[r]`` of them.
 
     Round ``t`` takes the next slots in rank order, one for each rank with more than ``t`` slots. A sum round by round and rank by rank
     therefore adds up slot by slot.
@@ -58,7 +58,7 @@ def deal(shares: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def spread(slots: int, per_slot: Sequence[float], per_round: float) -> tuple[int, ...]:
-    """Number of slots of each rank that makes the step shortest. Each rank has at least one, so that its speed stays known.
+    """Return the number of slots of each rank that makes the step shortest. Each rank has at least one, so that its speed stays known.
 
     A round of the ``j`` fastest ranks takes as long as the ``j``-th of them, and does ``j`` slots. To do all slots in the least time is a
     covering knapsack, solved exactly in O(slots * world).
@@ -88,7 +88,9 @@ def spread(slots: int, per_slot: Sequence[float], per_round: float) -> tuple[int
 
 
 def seconds(shares: Sequence[int], per_slot: Sequence[float], per_round: float) -> float:
-    """Seconds that a step's slots take. In each round, every rank with slots left computes one; the slowest of them ends the round."""
+    """Return the seconds that a step's slots take. In each round, every rank with slots left computes one; the slowest of them ends the
+    round.
+    """
     return math.fsum(max(p for p, share in zip(per_slot, shares, strict=True) if share > turn) + per_round for turn in range(max(shares)))
 
 
@@ -152,7 +154,7 @@ class Pace:
         return self.view
 
     def _window(self) -> int:
-        """Number of steps in the window; 0 if there are not enough steps yet."""
+        """Return the number of steps in the window; 0 if there are not enough steps yet."""
         times = self._times[max(0, self._filled - MOST_STEPS) : self._filled][::-1]
         long = int(np.searchsorted(np.cumsum(times), LEAST_S)) + 1
         window = min(max(long, LEAST_STEPS), MOST_STEPS)

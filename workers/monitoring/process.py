@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def born(pid: int) -> int:
-    """The kernel's start time of a process, in clock ticks since boot; 0 if there is no such process."""
+    """Return the kernel's start time of a process, in clock ticks since boot; 0 if there is no such process."""
     try:
         # The name in parentheses may contain anything, so count from its end: the start time is field 22.
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

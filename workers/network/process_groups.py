@@ -213,7 +213,7 @@ def is_collective_error(error: BaseException) -> bool:
 
 
 def trace_of(error: BaseException) -> traceback.TracebackException:
-    """The traceback of ``error``, for :func:`tell` to print later. Call it before :func:`describe`.
+    """Return the traceback of ``error``, for :func:`tell` to print later. Call it before :func:`describe`.
 
     It records only files and lines and reads no source yet, so that a recovery does not wait for it.
     """
@@ -222,13 +222,13 @@ def trace_of(error: BaseException) -> traceback.TracebackException:
 
 
 def tell(found: traceback.TracebackException) -> str:
-    """The traceback as text. A text over ``MOST_TRACE`` characters loses its middle."""
+    """Return the traceback as text. A text over ``MOST_TRACE`` characters loses its middle."""
     text = "".join(found.format())
     return text if len(text) <= MOST_TRACE else f"{text[: MOST_TRACE // 4]}\n  ..\n{text[-3 * MOST_TRACE // 4 :]}"
 
 
 def describe(error: BaseException) -> str:
-    """The error in one line. Afterwards the error holds no frames, tensors or further exceptions."""
+    """Return the error in one line. Afterwards the error holds no frames, tensors or further exceptions."""
     text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".strip()
     seen: BaseException | None = error
     while seen is not None:
@@ -321,7 +321,9 @@ _FIRST_BYTES = 32 << 10
 
 
 def all_gather_bytes(payload: bytes, group: Any = None) -> list[bytes]:
-    """Every rank's ``payload``, in rank order. One collective suffices; payloads over 32 KiB need a second, padded to the longest."""
+    """Return every rank's ``payload``, in rank order. One collective suffices; payloads over 32 KiB need a second, padded to the
+    longest.
+    """
     group = _group(group)
     heads = _all_gather(len(payload).to_bytes(8, "little") + payload[:_FIRST_BYTES], 8 + _FIRST_BYTES, group)
     lengths = [int.from_bytes(head[:8], "little") for head in heads]
@@ -357,8 +359,9 @@ def messages(group: Any = None) -> Messages:
 
 
 def _group(group: Any) -> Any:
-    """The back end's own process group. Its methods also serve a transfer group; ``torch.distributed`` functions need a registered
-    group."""
+    """Return the back end's own process group. Its methods also serve a transfer group; ``torch.distributed`` functions need a registered
+    group.
+    """
     return get_default_group() if group is None else group
 
 

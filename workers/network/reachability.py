@@ -44,7 +44,9 @@ def choose_interface(node: str) -> str | None:
 
 
 def group_address(node: str) -> str:
-    """Address at which process groups reach this process: of gloo's interface, else of this machine's host name, else ``node``."""
+    """Return the address at which process groups reach this process: of gloo's interface, else of this machine's host name, else
+    ``node``.
+    """
     wanted = os.environ.get(GLOO, "").split(",")[0].strip()
     if not wanted:
         return _named() or node
@@ -87,7 +89,7 @@ class Door:
 
 
 def unreached(addresses: Mapping[str, str], wait_s: float) -> tuple[str, ...]:
-    """Names of the workers whose address (``host:port``) does not answer within ``wait_s`` seconds.
+    """Return the names of the workers whose address (``host:port``) does not answer within ``wait_s`` seconds.
 
     A host that refuses the connection counts as reached: only the process is gone, which other checks find. The kernel resends a lost SYN
     after one second, so ``wait_s`` should be longer.

@@ -149,7 +149,9 @@ class GenerationCopies:
         self.pending = []
 
     def copy_of(self, step: int) -> Slab | None:
-        """The buffer of this rank's own copy of ``step``, retained for the caller; None if there is none. Waits for a copy in progress."""
+        """Return the buffer of this rank's own copy of ``step``, retained for the caller; None if there is none. Waits for a copy in
+        progress.
+        """
         for exchange in self.pending:
             if exchange.step == step and exchange.slot.own.copied is not None:
                 exchange.slot.own.copied.result()
@@ -167,7 +169,7 @@ class GenerationCopies:
         return [(shard, step) for shard, _, copy in self._copies() if (step := copy.step) is not None]
 
     def shards(self, step: int) -> list[Shards]:
-        """The copies of ``step``."""
+        """Return the copies of ``step``."""
         copies = [one for one in self._copies() if one[2].step == step]
         return [Shards(self.generation, self.world, shard, step, copy.pieces(), slot.scalars) for shard, slot, copy in copies]
 

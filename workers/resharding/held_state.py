@@ -42,7 +42,7 @@ class Resume:
 
 
 def choose_resume(held: Mapping[str, Iterable[HeldState]], prefer: Collection[str] = ()) -> Resume | None:
-    """The newest step of which the living workers together hold every shard; None if only a checkpoint can help.
+    """Return the newest step of which the living workers together hold every shard; None if only a checkpoint can help.
 
     Args:
         held: per living worker, the report of :meth:`vescale_ray.workers.resharding.memory_snapshots.Snapshots.held` after its last group

@@ -78,7 +78,7 @@ class MemoryCopy:
         return self.sums
 
     def damaged(self) -> int:
-        """Number of blocks whose checksum differs."""
+        """Return the number of blocks whose checksum differs."""
         return int(np.count_nonzero(self.count() != self.expected()))
 
     def over(self) -> None:

@@ -100,7 +100,9 @@ class Snapshots:
         return [HeldState(generation, world, step, tuple(sorted(ranks))) for (step, generation, world), ranks in sorted(by_state.items())]
 
     def shards(self, generation: int, step: int) -> list[Shards]:
-        """The held shards of that state, by old rank; empty on a joiner. Copies are verified first, and damaged ones are left out."""
+        """Return the held shards of that state, by old rank; empty on a joiner. Copies are verified first, and damaged ones are left
+        out.
+        """
         found: dict[int, Shards] = {}
         for part in self._generations():
             if part.generation == generation:
@@ -110,7 +112,7 @@ class Snapshots:
         return [found[rank] for rank in sorted(found)]
 
     def word(self, trainer: Trainer) -> bytes:
-        """This rank's message to all ranks before :meth:`begin`: its node, and its shards without their values."""
+        """Return this rank's message to all ranks before :meth:`begin`: its node, and its shards without their values."""
         # One line for the node, one for the strips: all nodes are needed at once, but only one rank's strips, later.
         return b"\n".join(json.dumps(said).encode() for said in (self._node, strips_of(export_shards(trainer).pieces)))
 
@@ -183,8 +185,9 @@ class Snapshots:
         return True
 
     def stage(self, trainer: Trainer) -> Staged:
-        """The live shards, copied for a checkpoint. If this step's copy exists it is shared; otherwise the shards go to a separate
-        buffer."""
+        """Return the live shards, copied for a checkpoint. If this step's copy exists it is shared; otherwise the shards go to a separate
+        buffer.
+        """
         current = self._current
         slab = current.copy_of(trainer.completed) if current is not None else None
         shared = slab is not None

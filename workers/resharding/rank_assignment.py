@@ -56,7 +56,7 @@ class Overlap:
     after: int
 
     def dense(self) -> Weights:
-        """The weights as a matrix of [``before``, ``after``]."""
+        """Return the weights as a matrix of [``before``, ``after``]."""
         found = np.zeros((self.before, self.after), dtype=np.int64)
         np.add.at(found, (self.old, self.new), self.size)
         return found
@@ -112,7 +112,7 @@ def assign_ranks(members: Sequence[str], held: Mapping[str, Sequence[int]], over
 
 
 def staying(candidates: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Overlap, nodes: Sequence[Collection[str]]) -> list[str]:
-    """The ``candidates`` that stay, in their order; the others leave.
+    """Return the ``candidates`` that stay, in their order; the others leave.
 
     The fewest bytes move. Ties are broken in this order: most ranks keep their copy on another node
     (:func:`vescale_ray.workers.resharding.buddies.buddies`); whole nodes become free, the smallest first; the last candidates
@@ -156,8 +156,9 @@ def staying(candidates: Sequence[str], held: Mapping[str, Sequence[int]], overla
 
 
 def _greedy(workers: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Overlap) -> dict[int, int]:
-    """Rows of ``workers`` by new rank. Ranks are assigned in the order of the size that a worker keeps, the largest first. Among equals,
-    the worker whose row is nearest to the rank gets it."""
+    """Return rows of ``workers`` by new rank. Ranks are assigned in the order of the size that a worker keeps, the largest first. Among
+    equals, the worker whose row is nearest to the rank gets it.
+    """
     pairs = [(row, old) for row, worker in enumerate(workers) for old in set(held.get(worker, ()))]
     if not pairs:
         return {}
@@ -180,14 +181,14 @@ def _greedy(workers: Sequence[str], held: Mapping[str, Sequence[int]], overlap: 
 
 
 def _filled(workers: Sequence[str], taken: Mapping[int, int], count: int) -> tuple[str, ...]:
-    """The workers of ``count`` new ranks: those of ``taken``, then the others in their order."""
+    """Return the workers of ``count`` new ranks: those of ``taken``, then the others in their order."""
     used = frozenset(taken.values())
     rest = (worker for row, worker in enumerate(workers) if row not in used)
     return tuple(workers[taken[rank]] if rank in taken else next(rest) for rank in range(count))
 
 
 def kept(members: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Overlap) -> Weights:
-    """The overlap that each member (row) keeps as each new rank (column)."""
+    """Return the overlap that each member (row) keeps as each new rank (column)."""
     dense = overlap.dense()
     found = np.zeros((len(members), overlap.after), dtype=np.int64)
     for row, worker in enumerate(members):
@@ -197,7 +198,7 @@ def kept(members: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Ove
 
 
 def even(before: int, after: int) -> Overlap:
-    """The overlap of ranks that own equal intervals, in units of 1 / (``before`` * ``after``) of the state."""
+    """Return the overlap of ranks that own equal intervals, in units of 1 / (``before`` * ``after``) of the state."""
     cuts = np.unique(np.concatenate([np.arange(before, dtype=np.int64) * after, np.arange(after, dtype=np.int64) * before]))
     if not before * after:
         cuts = cuts[:0]

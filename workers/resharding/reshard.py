@@ -140,7 +140,7 @@ def restore_from_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> int:
 
 
 def _filled(shards: Sequence[Shards]) -> list[Piece]:
-    """The pieces that are not empty. A rank holds few of a unit's tensors, and fewer the more ranks there are."""
+    """Return the pieces that are not empty. A rank holds few of a unit's tensors, and fewer the more ranks there are."""
     return [piece for one in shards for piece in one.pieces if piece.end > piece.start]
 
 
@@ -157,7 +157,7 @@ def _describe(held: Sequence[Shards], pieces: Sequence[Piece], wants: Sequence[P
 
 
 def _agree(everyone: Sequence[Mapping[str, Any]]) -> tuple[int, int, int]:
-    """The one state (generation, world, step) that all shards belong to."""
+    """Return the one state (generation, world, step) that all shards belong to."""
     states = {tuple(state) for one in everyone for state in one["states"]}
     if not states:
         raise ReshardError("no worker holds any shard: initialize, or restore a checkpoint")
@@ -231,7 +231,7 @@ class _Batch:
         self._parts: list[Tensor] = []
 
     def filled(self, of: Callable[[Move], Tensor]) -> Iterator[Tensor]:
-        """The messages, as bytes, with the values ``of`` the moves. Large messages are sent before the checksum is complete."""
+        """Yield the messages, as bytes, with the values ``of`` the moves. Large messages are sent before the checksum is complete."""
         if not self.nbytes:
             return
         for move in self.large:

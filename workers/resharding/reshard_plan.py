@@ -117,13 +117,14 @@ def _alike(participants: Sequence[Sequence[Strip]]) -> bool:
 
 
 def _apart(participants: Sequence[Sequence[Strip]]) -> list[list[Strip]]:
-    """The strips split so that each has one kind."""
+    """Return the strips split so that each has one kind."""
     return [[strip._replace(kinds=(kind,)) for strip in strips for kind in strip.kinds] for strips in participants]
 
 
 def _check_tiling(wanted: Sequence[Sequence[Strip]]) -> dict[_Key, tuple[tuple[int, ...], _Kinds]]:
-    """Shape and dtypes of each tensor, after a check that its wanted strips cover it without gap or overlap. Replicas want equal strips,
-    which count once."""
+    """Return the shape and dtypes of each tensor, after a check that its wanted strips cover it without gap or overlap. Replicas want equal
+    strips, which count once.
+    """
     tensors: dict[_Key, tuple[tuple[int, ...], _Kinds]] = {}
     found: dict[_Key, list[tuple[int, int]]] = {}
     for strips in wanted:
@@ -172,7 +173,7 @@ class _Owned:
 
 
 def _moves(route: Route, held: _Owned, wants: _Owned) -> Iterator[Move]:
-    """The moves of a route, one for each kind."""
+    """Yield the moves of a route, one for each kind."""
     src, dst = held.strip_at(route.src_offset), wants.strip_at(route.dst_offset)
     src_offset, dst_offset = route.src_offset - held.starts[src], route.dst_offset - wants.starts[dst]
     for k, (_, dtype) in enumerate(wants.strips[dst].kinds):
@@ -180,8 +181,9 @@ def _moves(route: Route, held: _Owned, wants: _Owned) -> Iterator[Move]:
 
 
 def _side_by_side(moves: list[Move]) -> list[Move]:
-    """The moves ordered by the bytes that their receiver got before, so that all receivers progress together. Routes come receiver by
-    receiver."""
+    """Return the moves ordered by the bytes that their receiver got before, so that all receivers progress together. Routes come receiver
+    by receiver.
+    """
     got: dict[int, int] = {}
     keyed = []
     for index, move in enumerate(moves):
@@ -223,7 +225,7 @@ def _rounds(moves: list[Move], limit: int) -> tuple[tuple[Move, ...], ...]:
 
 
 def _cut(move: Move, limit: int) -> list[Move]:
-    """The move split into parts of at most ``limit`` bytes."""
+    """Return the move split into parts of at most ``limit`` bytes."""
     step = max(1, limit // dtype_of(move.dtype).itemsize)
     if move.numel <= step:
         return [move]
@@ -243,7 +245,7 @@ def _cut(move: Move, limit: int) -> list[Move]:
 
 
 def _lower_bound(held: list[list[Extent]], want: list[list[Extent]], wanted: Sequence[Sequence[Strip]]) -> int:
-    """Bytes that their new owner does not hold, by subtraction of intervals rather than a count of routes."""
+    """Return the bytes that their new owner does not hold, by subtraction of intervals rather than a count of routes."""
     total = 0
     for rank, extents in enumerate(want):
         own = sorted((e.start, e.end) for e in held[rank] if e.end > e.start) if rank < len(held) else []

@@ -64,7 +64,9 @@ class Parts:
 
 
 def outline_of(trainer: Trainer) -> Outline | None:
-    """The inputs that ``trainer``'s engine plans from; None if the planner does not cut every tensor (a plain ``Shard`` placement)."""
+    """Return the inputs that ``trainer``'s engine plans from; None if the planner does not cut every tensor (a plain ``Shard``
+    placement).
+    """
     from vescale_ray.expert_parallel import experts_of
     from vescale_ray.fsdp.layouts.division import Cuts
     from vescale_ray.fsdp.units.schedule import unit_of
@@ -93,17 +95,17 @@ def outline_of(trainer: Trainer) -> Outline | None:
 
 
 def _with_shapes(bundle: Bundle, shape: Callable[[Shape], Shape]) -> Bundle:
-    """The bundle with other shapes of its tensors."""
+    """Return the bundle with other shapes of its tensors."""
     return replace(bundle, specs=tuple(replace(one, shape=shape(one.shape)) for one in bundle.specs))
 
 
 def packed(outline: Outline | None) -> bytes | None:
-    """The outline as bytes, for :meth:`Layouts.take`."""
+    """Return the outline as bytes, for :meth:`Layouts.take`."""
     return None if outline is None else pickle.dumps(outline)
 
 
 def parts_of(outline: Outline, world: int) -> Parts:
-    """The elements that each of ``world`` ranks owns. Pure.
+    """Return the elements that each of ``world`` ranks owns. Pure.
 
     Raises:
         ValueError: as :func:`vescale_ray.planner.plan_buffers`.
@@ -127,7 +129,7 @@ def parts_of(outline: Outline, world: int) -> Parts:
 
 
 def overlap(outline: Outline, old: Parts, new: Parts, before: int, after: int) -> Overlap:
-    """Bytes that each of ``before`` ranks of ``old`` and each of ``after`` ranks of ``new`` both own. Pure.
+    """Return the bytes that each of ``before`` ranks of ``old`` and each of ``after`` ranks of ``new`` both own. Pure.
 
     States whose shape differs from their parameter's (scales, factors) count as if they were spread over its elements.
     """
@@ -195,8 +197,8 @@ class Layouts:
         return all(future.done() for world in worlds if (future := self._planned.get(world)) is not None)
 
     def overlap(self, before: int, after: int) -> Overlap:
-        """Bytes that each rank of ``before`` and each of ``after`` both own. If the layouts are not known, it is the overlap of equal
-        intervals.
+        """Return the bytes that each rank of ``before`` and each of ``after`` both own. If the layouts are not known, it is the overlap of
+        equal intervals.
 
         It takes at most :data:`WAIT_S` longer than the arithmetic.
         """

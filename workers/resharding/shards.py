@@ -169,7 +169,7 @@ class Views:
         self._known: dict[tuple[str, str], tuple[Tensor, Any, Piece]] = {}
 
     def piece(self, name: str, kind: str, tensor: Any) -> Piece:
-        """The piece of ``tensor``, a RaggedDTensor. Call it without autograd."""
+        """Return the piece of ``tensor``, a RaggedDTensor. Call it without autograd."""
         local, spec = tensor.to_local(), tensor._spec
         known = self._known.get((name, kind))
         # The tensor may get other memory (to_empty(), .to(), a state that a step replaces) or another layout.
@@ -184,7 +184,7 @@ class Views:
 
 
 def export_shards(trainer: Training) -> Shards:
-    """The trainer's state as views. Nothing is copied; a write to a view writes to the trainer."""
+    """Return the trainer's state as views. Nothing is copied; a write to a view writes to the trainer."""
     pieces, optimizer_scalars = collect(trainer.parameters, trainer.optimizer, trainer.views)
     scalars: dict[str, Any] = {"step": trainer.completed, "consumed": trainer.consumed, "optimizer": optimizer_scalars}
     if trainer.formats:
@@ -290,7 +290,7 @@ def collect(
 
 
 def collect_sizes(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
-    """Bytes of each sharded parameter with its sharded optimizer states, over all ranks."""
+    """Return the bytes of each sharded parameter with its sharded optimizer states, over all ranks."""
     return {
         parameter: sum(
             t.numel() * t.element_size()
@@ -319,7 +319,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def stored_pieces(shards: Shards) -> list[ShardPiece]:
-    """The same pieces under the names of the checkpoint format."""
+    """Return the same pieces under the names of the checkpoint format."""
     from vescale_ray.checkpoint import ShardPiece
 
     return [ShardPiece(p.name, p.kind, p.start, p.end, p.shape, p.data.dtype, p.data) for p in shards.pieces]

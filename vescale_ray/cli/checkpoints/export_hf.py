@@ -174,7 +174,7 @@ def _without_name(path: str) -> str:
 
 
 def _config(path: str, opened: Checkpoint) -> RunConfig | None:
-    """The configuration of the run at PATH, or the one that the checkpoint was saved with, or None."""
+    """Return the configuration of the run at PATH, or the one that the checkpoint was saved with, or None."""
     from vescale_ray.config import RunConfig, load_config
 
     run = run_folder_of(_without_name(path))

@@ -204,7 +204,7 @@ def from_prometheus(url: str, run: str, hours: float, where: Mapping[str, str] |
 
 
 def _span(url: str, run: str, hours: float, where: Mapping[str, str]) -> tuple[float, float]:
-    """The time of the run's data in the last ``hours``.
+    """Return the time of the run's data in the last ``hours``.
 
     Raises:
         BadInput: there is no data on the run, or there are several runs of that name.

@@ -21,12 +21,12 @@ def each(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def each_argument(function: Callable[[Any], Any], args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call, with ``function`` applied to each value and to each item of lists."""
+    """Return the arguments of a call, with ``function`` applied to each value and to each item of lists."""
     return [each(function, v) for v in args], {name: each(function, v) for name, v in kwargs.items()}
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """All tensors among ``values`` and in their lists, in order."""
+    """Return all tensors among ``values`` and in their lists, in order."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -37,7 +37,7 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
 
 def tensor_arguments(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """All tensors among the arguments of a call, in order."""
+    """Return all tensors among the arguments of a call, in order."""
     return tensors_in((*args, *kwargs.values()))
 
 

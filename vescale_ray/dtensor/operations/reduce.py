@@ -58,7 +58,7 @@ def reduce_op(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[s
 
 
 def foreach_norm(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """One pending norm per tensor; torch computes those of its own DTensors in the list."""
+    """Return one pending norm per tensor; torch computes those of its own DTensors in the list."""
     tensors, rest = args[0], args[1:]
     order = rest[0] if rest else kwargs.get("ord", 2)
     ragged = [t for t in tensors if isinstance(t, cls)]
@@ -84,7 +84,7 @@ def foreach_norm(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dic
 
 
 def foreach_max(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """One pending maximum per tensor."""
+    """Return one pending maximum per tensor."""
     _refuse_empty(f"{func}: the maximum", [t for t in args[0] if isinstance(t, cls)])
     return [
         _result(_local_value("max", t._local_tensor, sharding_of(t._spec), None, 2), Partial("max"), sharding_of(t._spec))
@@ -145,7 +145,7 @@ def amp_unscale(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict
 
 @lru_cache(maxsize=4096)
 def _expected(func: Any, shape: Shape, dtype: torch.dtype, args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> Shape | None:
-    """The shape of the operation's result on the whole tensor; None if the operation has several results.
+    """Return the shape of the operation's result on the whole tensor; None if the operation has several results.
 
     The operation runs on the meta device, which computes shapes alone. So torch refuses wrong arguments (a missing dimension, for example)
     on every rank alike. Empty tensors and tensors without dimensions are on the CPU, because torch's meta kernels accept more of them than
@@ -176,14 +176,14 @@ def _join(value: Tensor, op: str, sharding: LocalSharding) -> Tensor:
 
 
 def _dims(dim: Any, ndim: int) -> list[int] | None:
-    """Reduced dimensions, non-negative; None for all. Invalid dimensions were refused before."""
+    """Return the reduced dimensions, non-negative; None for all. Invalid dimensions were refused before."""
     if dim is None or (isinstance(dim, list | tuple) and not dim) or ndim == 0:
         return None
     return sorted({d % ndim for d in ([dim] if isinstance(dim, int) else dim)})
 
 
 def _local_value(name: str, local: Tensor, sharding: LocalSharding, dtype: torch.dtype | None, order: float) -> Tensor:
-    """This rank's 0-dim contribution; without elements, the reduction's neutral element."""
+    """Return this rank's 0-dim contribution; without elements, the reduction's neutral element."""
     flat = local.reshape(-1)
     kind = _result_dtype(name, flat.dtype, dtype, order)
     if name == "mean":
@@ -199,8 +199,9 @@ def _local_value(name: str, local: Tensor, sharding: LocalSharding, dtype: torch
 
 @lru_cache(maxsize=1024)
 def _result_dtype(name: str, of: torch.dtype, dtype: torch.dtype | None, order: float) -> torch.dtype:
-    """The dtype of a reduction, computed from one element. For an empty tensor torch accepts arguments that it refuses otherwise, and
-    the ranks must raise together: a rank that went on would wait for the others."""
+    """Return the dtype of a reduction, computed from one element. For an empty tensor torch accepts arguments that it refuses otherwise,
+    and the ranks must raise together: a rank that went on would wait for the others.
+    """
     return _KERNELS[name](torch.ones(1, dtype=of), [0], False, dtype, order).dtype
 
 

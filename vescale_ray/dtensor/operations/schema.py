@@ -30,7 +30,7 @@ HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batc
 
 @lru_cache(maxsize=4096)
 def schema_facts(func: Any) -> tuple[tuple[str, ...], bool]:
-    """Names of the arguments that ``func`` writes, and whether its result is a view of an argument.
+    """Return the names of the arguments that ``func`` writes, and whether its result is a view of an argument.
 
     Raises:
         RuntimeError: ``func`` is a collective. It would move a gathered copy, and its result would be lost.
@@ -50,7 +50,7 @@ def schema_facts(func: Any) -> tuple[tuple[str, ...], bool]:
 
 
 def written(func: Any, writes: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The values of the arguments that ``func`` writes."""
+    """Return the values of the arguments that ``func`` writes."""
     if not writes:
         return []
     values = [kwargs[name] for name in writes if name in kwargs]
@@ -58,7 +58,7 @@ def written(func: Any, writes: Sequence[str], args: Sequence[Any], kwargs: dict[
 
 
 def meta_like(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor without storage, from which torch can tell the shape of a result."""
+    """Return a tensor without storage, from which torch can tell the shape of a result."""
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
@@ -89,7 +89,7 @@ def refuse_leaf(op: Any, value: Tensor, meets: str) -> None:
 
 
 def plain_meets(op: Any, value: Tensor, what: str) -> ValueError:
-    """The error for a plain tensor with dimensions beside a distributed one: it may be a whole tensor or this rank's part."""
+    """Return the error for a plain tensor with dimensions beside a distributed one: it may be a whole tensor or this rank's part."""
     mark = getattr(value, GATHERED_OF, None)
     parameter = mark[0]() if mark else None
     if parameter is not None:
@@ -105,7 +105,7 @@ def plain_meets(op: Any, value: Tensor, what: str) -> ValueError:
 
 
 def different_meshes(op: Any, one: Any, other: Any) -> ValueError:
-    """The error for operands on different meshes: a value that is equal on all ranks of one mesh may differ on those of another."""
+    """Return the error for operands on different meshes: a value that is equal on all ranks of one mesh may differ on those of another."""
     return ValueError(
         f"{op}: operands on different meshes, {one} and {other}: move one with full_tensor(); for gradients on several meshes use "
         f"vescale_ray.optim.clip_grad_norm_"
@@ -113,7 +113,7 @@ def different_meshes(op: Any, one: Any, other: Any) -> ValueError:
 
 
 def lazy_conjugation(tensors: Iterable[Tensor]) -> Any:
-    """A context that enables lazy conjugation and negation for an operation on ``tensors``.
+    """Return a context that enables lazy conjugation and negation for an operation on ``tensors``.
 
     Torch disables them under ``__torch_dispatch__``. An operation that makes such views itself (linalg.pinv) would ignore their meaning.
     """

@@ -76,7 +76,9 @@ def protect(address: int, nbytes: int, protection: int) -> None:
 
 
 def _no_memory(what: str, nbytes: int, errno: int | None) -> MemoryError:
-    """The error with its likely reason: the kernel limits a process's mappings (three to five per group here) even if memory is free."""
+    """Return the error with its likely reason: the kernel limits a process's mappings (three to five per group here) even if memory is
+    free.
+    """
     try:
         with open("/proc/self/maps", "rb") as maps:  # read line by line: a process with much memory has many mappings
             used = sum(1 for _ in maps)
@@ -102,7 +104,7 @@ _LIBC: list[ctypes.CDLL] = []
 
 
 def libc() -> ctypes.CDLL:
-    """The C library with the signatures used here. Python's ``mmap`` can't move or protect pages."""
+    """Return the C library with the signatures used here. Python's ``mmap`` can't move or protect pages."""
     if not _LIBC:
         libc, address, size, number = ctypes.CDLL(None, use_errno=True), ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         libc.mremap.argtypes, libc.mremap.restype = [address, size, size, number, address], address
@@ -113,7 +115,8 @@ def libc() -> ctypes.CDLL:
 
 
 def malloc_keeps() -> int:
-    """Bytes of unused memory that the process may keep: ``MALLOC_TRIM_THRESHOLD_``, which glibc reads for malloc, applies to the address
-    ranges, too. 0 if it is not set."""
+    """Return the bytes of unused memory that the process may keep: ``MALLOC_TRIM_THRESHOLD_``, which glibc reads for malloc, applies to the
+    address ranges, too. 0 if it is not set.
+    """
     value = os.environ.get("MALLOC_TRIM_THRESHOLD_", "")
     return int(value) if value.isdigit() else 0

@@ -64,7 +64,7 @@ class Guard:
 
 
 def _invalid_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """A storage of ``nbytes`` bytes without memory, which torch refuses to read or write."""
+    """Return a storage of ``nbytes`` bytes without memory, which torch refuses to read or write."""
     storage: Any = construct_storage_from_data_pointer(0, device, nbytes)
     for offset in _flag_offsets():
         ctypes.c_uint8.from_address(storage._cdata + offset).value = 1
@@ -82,7 +82,7 @@ def _make_resizable(storage: torch.UntypedStorage) -> bool:
 
 @cache
 def _flag_offsets() -> tuple[int, int]:
-    """Offsets of the flags "check before access" and "raise on access" in torch's ``StorageImpl``.
+    """Return the offsets of the flags "check before access" and "raise on access" in torch's ``StorageImpl``.
 
     Raises:
         RuntimeError: this torch has another layout.
@@ -107,7 +107,7 @@ def _flag_offsets() -> tuple[int, int]:
 
 @cache
 def _changed_by(setter: object) -> set[int]:
-    """Offsets of the bytes of a storage that ``setter`` changes."""
+    """Return the offsets of the bytes of a storage that ``setter`` changes."""
     probe = torch.zeros(16)
     snapshot = (ctypes.c_uint8 * _STORAGE_BYTES).from_address(probe.untyped_storage()._cdata)
     before = bytes(snapshot)
@@ -116,7 +116,7 @@ def _changed_by(setter: object) -> set[int]:
 
 
 def resharded_text(unit: str, fqns: Sequence[str]) -> str:
-    """The error of an operation that reads or writes parameters of a unit while they are resharded."""
+    """Return the error of an operation that reads or writes parameters of a unit while they are resharded."""
     names = ", ".join(fqns[:8]) + (f" and {len(fqns) - 8} more" if len(fqns) > 8 else "")
     return (
         f"the parameters of unit {unit or 'the root'!r} ({names}) are resharded, but one of them was read. Another module's "

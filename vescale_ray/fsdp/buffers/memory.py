@@ -128,8 +128,9 @@ class Buffer:
         return self.nbytes, self.stays
 
     def resident(self, dtype: torch.dtype) -> torch.Tensor:
-        """The permanent part as a 1-D tensor, initially zero. It shares only the memory with the buffer's other tensors. While it lives,
-        the addresses of the whole buffer stay reserved."""
+        """Return the permanent part as a 1-D tensor, initially zero. It shares only the memory with the buffer's other tensors. While it
+        lives, the addresses of the whole buffer stay reserved.
+        """
         assert self._range is not None
         start, end = self.stays
         with torch.inference_mode(False):
@@ -168,7 +169,7 @@ class Buffer:
         self.unwritten = _moving(self.key) if self.in_pieces and self._range is not None and not moved else 0
 
     def locate(self) -> tuple[int, int]:
-        """The addresses of the memory. It is allocated."""
+        """Return the addresses of the memory. It is allocated."""
         start = self._storage.untyped_storage().data_ptr()
         return start, start + self.nbytes
 
@@ -187,7 +188,7 @@ class Buffer:
         self.allocated, self.clean_for, self.unwritten = False, None, 0
 
     def flat(self, dtype: torch.dtype) -> torch.Tensor:
-        """The whole buffer as a 1-D tensor of ``dtype``, the same object at each call."""
+        """Return the whole buffer as a 1-D tensor of ``dtype``, the same object at each call."""
         flat = self._flats.get(dtype)
         if flat is None:
             with torch.inference_mode(False):
@@ -276,7 +277,7 @@ class Pool:
         *,
         in_pieces: bool = False,
     ) -> Buffer:
-        """A scratch buffer with undefined contents (zero padding if ``buffer.clean_for == clean_for``), without bytes ``stays``.
+        """Return a scratch buffer with undefined contents (zero padding if ``buffer.clean_for == clean_for``), without bytes ``stays``.
 
         Return it with :meth:`give_back`. ``in_pieces``: the caller reports each byte that it writes once (:meth:`written`); new host memory
         is not allocated before.
@@ -357,7 +358,7 @@ class Pool:
         self.freed.reuse(buffer.addresses, stream)
 
     def _donor(self, key: Key) -> Buffer | None:
-        """A buffer whose memory another one can take: a released buffer, else a scratch buffer, last one with clean padding."""
+        """Return a buffer whose memory another one can take: a released buffer, else a scratch buffer, last one with clean padding."""
         if not self.hands_on:
             return None
         released = self._released[key]
@@ -368,8 +369,9 @@ class Pool:
     # -- figures --
 
     def bytes_held(self, least: int = 0) -> int:
-        """Bytes of all buffers of at least ``least`` bytes that have memory, in use or kept. Permanent parts and new memory that is still
-        to be written (up to a huge page) don't count."""
+        """Return the bytes of all buffers of at least ``least`` bytes that have memory, in use or kept. Permanent parts and new memory that
+        is still to be written (up to a huge page) don't count.
+        """
         keys = [key for key in self._keys() if key[0] >= least]
         return sum(_moving(key) * sum(self._count(key)) - sum(b.unwritten for b in self._lent[key]) for key in keys)
 
@@ -377,7 +379,7 @@ class Pool:
         self.peak_bytes = max(self.peak_bytes, self.bytes_held())
 
     def count(self) -> dict[int, tuple[int, int]]:
-        """Numbers of buffers with memory, gathered and scratch, by their bytes without permanent parts."""
+        """Return the numbers of buffers with memory, gathered and scratch, by their bytes without permanent parts."""
         found: dict[int, tuple[int, int]] = {}
         for key in sorted(self._keys()):
             (gathered, scratch), (more_gathered, more_scratch) = found.get(_moving(key), (0, 0)), self._count(key)

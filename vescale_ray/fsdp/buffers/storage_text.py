@@ -30,8 +30,9 @@ def set_text(storage: torch.UntypedStorage, text: str) -> None:
 
 
 def _extra_meta(new: Callable[[int], int], text: bytes) -> int:
-    """The address of a new ``StorageExtraMeta``. libstdc++ lays it out as five words: address, length and capacity of the text, one
-    that long texts do not use, and whether there is a text."""
+    """Return the address of a new ``StorageExtraMeta``. libstdc++ lays it out as five words: address, length and capacity of the text, one
+    that long texts do not use, and whether there is a text.
+    """
     characters = new(len(text) + 1)
     ctypes.memmove(characters, text + b"\0", len(text) + 1)
     address = new(40)
@@ -41,7 +42,7 @@ def _extra_meta(new: Callable[[int], int], text: bytes) -> int:
 
 @cache
 def _index() -> int | None:
-    """The word of a ``StorageImpl`` that points to its ``StorageExtraMeta``; None if this torch has another layout."""
+    """Return the word of a ``StorageImpl`` that points to its ``StorageExtraMeta``; None if this torch has another layout."""
     probe = torch.zeros(16).untyped_storage()
     words = (ctypes.c_uint64 * _WORDS).from_address(probe._cdata)
     found = [index for index, word in enumerate(words) if word & ~7 == id(probe)]  # the lowest bits may hold flags
@@ -50,7 +51,7 @@ def _index() -> int | None:
 
 @cache
 def _allocate() -> Callable[[int], int] | None:
-    """``operator new``, or None where torch's strings are not those of libstdc++."""
+    """Return ``operator new``, or None where torch's strings are not those of libstdc++."""
     if not sys.platform.startswith("linux"):
         return None
     try:

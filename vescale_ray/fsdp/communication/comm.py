@@ -126,11 +126,11 @@ class Lane:
             self.stream.wait_event(event)
 
     def context(self) -> Any:
-        """A context that puts work on the lane; on the CPU the work just runs."""
+        """Return a context that puts work on the lane; on the CPU the work just runs."""
         return nullcontext() if self.stream is None else torch.get_device_module(self._device).stream(self.stream)
 
     def later(self) -> Works | EventPending:
-        """A handle of an operation that starts later; :meth:`started` tells when."""
+        """Return a handle of an operation that starts later; :meth:`started` tells when."""
         return Works(self) if self.stream is None else EventPending(None, self._device)
 
     def started(self, handles: Sequence[Works | EventPending], works: Sequence[Any]) -> None:
@@ -143,22 +143,22 @@ class Lane:
                 handle.follow(event)
 
     def mark(self) -> Pending:
-        """A handle that waits for everything on the lane so far."""
+        """Return a handle that waits for everything on the lane so far."""
         return EventPending(self.stream.record_event(), self._device) if self.stream is not None else Done()
 
 
 def current_stream(device: torch.device) -> Any:
-    """The current stream of ``device``, which must not be the CPU."""
+    """Return the current stream of ``device``, which must not be the CPU."""
     return torch.get_device_module(device).current_stream(device)
 
 
 def current_event(device: torch.device) -> Any:
-    """An event at the current position of the current stream; None on the CPU."""
+    """Return an event at the current position of the current stream; None on the CPU."""
     return None if device.type == "cpu" else current_stream(device).record_event()
 
 
 def allocate(custom: Comm, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A buffer of a custom collective, as bytes.
+    """Return a buffer of a custom collective, as bytes.
 
     Raises:
         ValueError: its ``allocate`` returned memory of another size or dtype, or memory that is not contiguous.

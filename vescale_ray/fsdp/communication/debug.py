@@ -74,7 +74,7 @@ def agree_on_gradients(params: Sequence[tuple[str, torch.Tensor]], group: dist.P
 
 
 def _gathered(data: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
-    """Every rank's ``data``, which must have the same size on all ranks. Collective."""
+    """Return every rank's ``data``, which must have the same size on all ranks. Collective."""
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     out = mine.repeat(group.size())
     dist.all_gather_single(out, mine, group=group)

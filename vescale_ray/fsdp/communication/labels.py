@@ -19,7 +19,7 @@ _UNSEEN: Any = nullcontext()
 
 
 def span(label: str, unit: str = "", *, logged: bool = False) -> Any:
-    """A profiler range named ``FSDP::label (unit)``; ``{}`` in the label stands for the unit. ``logged``: write a log line, too."""
+    """Return a profiler range named ``FSDP::label (unit)``; ``{}`` in the label stands for the unit. ``logged``: write a log line, too."""
     if logged:
         log(label, unit)
     return record_function(_named(label, unit)) if profiler_enabled() else _UNSEEN

@@ -91,7 +91,7 @@ class LowPrecisionReduceScatter(ReduceScatter):
         out.copy_(total.mul_(factor))
 
     def _encoded(self, parts: torch.Tensor, rank: int) -> torch.Tensor:
-        """Each row as bytes: values, and behind them the scales."""
+        """Return each row as bytes: values, and behind them the scales."""
         values = parts.float()
         noise = self._noise(values, rank)
         if self.wire == "bfloat16":

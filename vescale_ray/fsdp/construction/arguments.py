@@ -91,7 +91,7 @@ def check_type(name: str, value: Any, wanted: type, example: str) -> None:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """The value of a switch as a bool. A string, None or a container is refused, since it is most likely a mistake.
+    """Return the value of a switch as a bool. A string, None or a container is refused, since it is most likely a mistake.
 
     Raises:
         TypeError: ``value`` is one of these.
@@ -102,7 +102,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def positive(name: str, value: Any) -> int:
-    """``value``, which must be a positive int.
+    """Return ``value``, which must be a positive int.
 
     Raises:
         TypeError: it is not an int.
@@ -116,7 +116,7 @@ def positive(name: str, value: Any) -> int:
 
 
 def finite(name: str, value: Any) -> float:
-    """``value`` as a float.
+    """Return ``value`` as a float.
 
     Raises:
         ValueError: it is not a finite number, or it is 0.
@@ -207,7 +207,7 @@ def _check_dims(sharding: Any, dims: Any, reshard_after_forward: Any) -> None:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """This rank's device of ``mesh``."""
+    """Return this rank's device of ``mesh``."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
@@ -230,7 +230,7 @@ def _check_mesh(mesh: Any) -> None:
 
 
 def ignored_of(params: Any) -> set[nn.Parameter]:
-    """``ignored_params`` as a set.
+    """Return ``ignored_params`` as a set.
 
     Raises:
         TypeError: it holds something other than parameters.
@@ -248,7 +248,7 @@ def ignored_of(params: Any) -> set[nn.Parameter]:
 
 
 def unit_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The outermost of the modules that form one unit.
+    """Return the outermost of the modules that form one unit.
 
     Raises:
         TypeError: something other than modules was given.
@@ -287,7 +287,7 @@ def unit_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def managed_modules(roots: Sequence[nn.Module]) -> set[nn.Module]:
-    """The modules below ``roots``, without subtrees that are units of their own or that torch's ``replicate`` manages.
+    """Return the modules below ``roots``, without subtrees that are units of their own or that torch's ``replicate`` manages.
 
     Raises:
         ValueError: another wrapper manages a module's parameters, or a module's class takes no hooks.
@@ -370,7 +370,7 @@ def _where(roots: Sequence[nn.Module], module: nn.Module) -> str:
 
 
 def _shown(value: Any) -> str:
-    """The value for a message: its repr if that is short, else its type."""
+    """Return the value for a message: its repr if that is short, else its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     text = repr(value) if isinstance(value, str | int | float | tuple | list | dict | torch.dtype | type(None)) else ""

@@ -46,7 +46,7 @@ def collect(
 
 
 def _held(roots: Sequence[nn.Module], managed: Collection[nn.Module]) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Name, module, attribute and parameter, for every place in which a managed module holds a parameter."""
+    """Yield name, module, attribute and parameter, for every place in which a managed module holds a parameter."""
     for position, root in enumerate(roots):
         prefix = f"{position}." if len(roots) > 1 else ""
         for name, module in root.named_modules(remove_duplicate=False):

@@ -33,7 +33,7 @@ class DataParallelRanks:
 
 
 def data_parallel_ranks(given: Arguments) -> tuple[DataParallelRanks, ShardingPlan]:
-    """The data-parallel ranks of a unit, and its sharding over them. All ranks together may create process groups.
+    """Return the data-parallel ranks of a unit, and its sharding over them. All ranks together may create process groups.
 
     Raises:
         ValueError: the mesh lacks a dimension or names, or has too many dimensions; ``reshard_after_forward`` does not divide it.
@@ -56,7 +56,7 @@ def data_parallel_ranks(given: Arguments) -> tuple[DataParallelRanks, ShardingPl
 
 
 def placed(fqn: str, param: nn.Parameter, given: Arguments, default: DataParallelRanks) -> tuple[int | None, DataParallelRanks]:
-    """The dimension along which ``shard_placement_fn`` shards the parameter, and its data-parallel ranks.
+    """Return the dimension along which ``shard_placement_fn`` shards the parameter, and its data-parallel ranks.
 
     Raises:
         ValueError: the result is not a ``Shard``, ``ShardPlacementResult`` or None; its mesh is not (shard,) or (replicate, shard), or not
@@ -92,12 +92,12 @@ def _data_of(fqn: str, info: FSDPMeshInfo, default: DataParallelRanks) -> DataPa
 
 
 def group_ids(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Identity of the mesh's process groups. Parameters on meshes with the same groups can share a buffer."""
+    """Return the identity of the mesh's process groups. Parameters on meshes with the same groups can share a buffer."""
     return tuple(id(mesh.get_group(dim)) for dim in range(mesh.ndim))
 
 
 def _data_parallel_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> DeviceMesh:
-    """The data-parallel part of a whole mesh: (shard,) or (replicate, shard)."""
+    """Return the data-parallel part of a whole mesh: (shard,) or (replicate, shard)."""
     if mesh is None or mesh.mesh_dim_names is None:
         raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided: it is the whole mesh, with named dimensions")
     for name in (*dims.shard_names, *dims.replicate_names):
@@ -109,7 +109,7 @@ def _data_parallel_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> 
 
 
 def parallel_of(fqn: str, param: nn.Parameter, data: DataParallelRanks) -> Parallel | None:
-    """The tensor or expert parallelism of a parameter that is a DTensor already; None for a plain parameter.
+    """Return the tensor or expert parallelism of a parameter that is a DTensor already; None for a plain parameter.
 
     Raises:
         ValueError: its mesh does not fit, or it has other placements than Shard and Replicate.

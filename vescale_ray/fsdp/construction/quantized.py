@@ -17,7 +17,7 @@ from vescale_ray.quantization.fp8 import check_weight, form_given
 def form_of(
     fqn: str, param: nn.Parameter, policy: QuantizePolicy | None, parallel: Parallel | None, shard_dim: int | None, *, hooked: bool
 ) -> Fp8Block | None:
-    """The FP8 format of a parameter; None: it is gathered in the compute dtype.
+    """Return the FP8 format of a parameter; None: it is gathered in the compute dtype.
 
     Raises:
         TypeError: the policy returns something else.

@@ -126,7 +126,7 @@ class Delivery:
         self.call_hooks(late)
 
     def delivered(self) -> torch.Tensor | None:
-        """The flat shard of an earlier delivery if all gradients are still views of it, else None.
+        """Return the flat shard of an earlier delivery if all gradients are still views of it, else None.
 
         Only the gradients hold the flat shard, so it is freed when the user drops them.
         """
@@ -198,7 +198,7 @@ class Delivery:
                 _part_of_gradient(param).add_(view)
 
     def _shard_of(self, part: torch.Tensor) -> KeptShard:
-        """``part`` as the shard stores it: without the gaps inside tensors."""
+        """Return ``part`` as the shard stores it: without the gaps inside tensors."""
         if self.kept.in_place:
             return KeptShard(self.kept, part)
         shard = KeptShard(self.kept, part.new_zeros(self.kept.numel))
@@ -211,7 +211,7 @@ class Delivery:
 
 
 def _part_of_gradient(param: GroupParam) -> torch.Tensor:
-    """This rank's part of the gradient that the parameter has.
+    """Return this rank's part of the gradient that the parameter has.
 
     Raises:
         ValueError: a gradient with other placements was assigned to it.

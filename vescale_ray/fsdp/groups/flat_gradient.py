@@ -29,7 +29,7 @@ class FlatGradient:
 
     @classmethod
     def shard(cls, layout: Layout, names: tuple[str, ...], dtype: torch.dtype, device: torch.device) -> FlatGradient:
-        """The gradient shard of a single rank, which holds everything."""
+        """Return the gradient shard of a single rank, which holds everything."""
         whole = DBuffer(layout, torch.empty(layout.numel, dtype=dtype, device=device), rank=None)
         whole.zero_padding()
         return cls(whole.flat, [whole.tensor(name) for name in names], None, None)
@@ -44,7 +44,7 @@ class FlatGradient:
         pool: Pool,
         custom: ReduceScatter | None,
     ) -> FlatGradient:
-        """A scratch buffer with zero padding and otherwise undefined contents, or memory of the ``custom`` collective."""
+        """Return a scratch buffer with zero padding and otherwise undefined contents, or memory of the ``custom`` collective."""
         nbytes = layout.numel * dtype.itemsize
         if custom is not None:
             buffer = Buffer(nbytes, device, comm.allocate(custom, layout.numel, dtype, device))

@@ -406,7 +406,7 @@ class Gradients(GradientSettings):
     # -- the flat buffer ---------------------------------------------------------------------------------------------
 
     def open(self, dtype: torch.dtype | None = None) -> FlatGradient:
-        """The buffer, which is taken now if there is none. ``dtype``: its dtype; None: :attr:`buffer_dtype`."""
+        """Return the buffer, which is taken now if there is none. ``dtype``: its dtype; None: :attr:`buffer_dtype`."""
         if self._flat is None and self.in_place:
             self._flat = FlatGradient.shard(self.layout, self._names, self.reduce_dtype, self.place.device)
         elif self._flat is None:

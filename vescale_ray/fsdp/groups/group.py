@@ -117,7 +117,7 @@ class ParameterGroup:
             param.install(param.sharded)
 
     def _new_master(self, device: torch.device) -> MasterShard:
-        """A new master shard with zero padding: a part of the gathered buffer if possible, else memory of its own."""
+        """Return a new master shard with zero padding: a part of the gathered buffer if possible, else memory of its own."""
         self.gathered.buffer = None
         if device == self.place.device and self._can_live_in_buffer():
             memory = KeptShard(self.division.kept, self.gathered.resident())
@@ -268,7 +268,7 @@ class ParameterGroup:
             )
 
     def invalid_because(self) -> str:
-        """The error of an operation that reads or writes the gathered parameters while they are resharded."""
+        """Return the error of an operation that reads or writes the gathered parameters while they are resharded."""
         return resharded_text(self.fqn, [param.fqn for param in self.params])
 
     def set_custom_gather(self, custom: AllGather | None) -> None:
@@ -357,7 +357,7 @@ class ParameterGroup:
             self.rest(after_forward=False)
 
     def spmd_version(self) -> tuple[int, ...]:
-        """A version that changes with every write that all ranks make alike, so that they agree on when to gather again.
+        """Return a version that changes with every write that all ranks make alike, so that they agree on when to gather again.
 
         The parameters' counters see single operations. Foreach and fused kernels on tensor subclasses change no counter, so
         ``_writes`` counts optimizer steps and loads.

@@ -88,7 +88,7 @@ class _Layer:
         self.module, self.unit = weakref.ref(module), None if unit is None else weakref.ref(unit)
 
     def call(self) -> RunningCall | None:
-        """The unit's running forward, if it makes a graph."""
+        """Return the unit's running forward, if it makes a graph."""
         unit = None if self.unit is None else self.unit()
         return None if unit is None or not torch.is_grad_enabled() else unit.call
 
@@ -97,7 +97,7 @@ class _Layer:
 
 
 def _forward(layer: _Layer, input: torch.Tensor) -> torch.Tensor:
-    """The forward of the module's class."""
+    """Return the forward of the module's class."""
     module = layer.module()
     assert module is not None
     if torch.compiler.is_compiling():

@@ -37,7 +37,7 @@ class MasterShard:
         self._tied_of: tuple[int, ...] | None = None
 
     def view(self, name: str) -> torch.Tensor:
-        """This rank's elements of a parameter."""
+        """Return this rank's elements of a parameter."""
         return self._memory.tensor(name).view(self.division.local_shape(name))
 
     def cast_to(self, part: torch.Tensor, version: tuple[int, ...], lane: Lane, name: str) -> None:
@@ -83,7 +83,7 @@ class MasterShard:
     # -- parameters replaced from outside: .to(), to_empty(), load_state_dict(assign=True) --------------------------------
 
     def replaced(self) -> list[nn.Parameter] | None:
-        """The parameters that the modules hold now, if some of them are not views of this shard and all have one dtype and device.
+        """Return the parameters that the modules hold now, if some of them are not views of this shard and all have one dtype and device.
 
         None while only some of the parameters have been moved or cast.
         """
@@ -127,7 +127,7 @@ class MasterShard:
         return (current.dtype, current.device) == (self.flat.dtype, self.flat.device)
 
     def _part_of(self, param: GroupParam, new: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the value that replaced a parameter, for any placement of that value."""
+        """Return this rank's part of the value that replaced a parameter, for any placement of that value."""
         if new.shape != param.spec.shape:
             raise ValueError(f"parameter {param.fqn!r} of shape {tuple(param.spec.shape)} was replaced by one of shape {tuple(new.shape)}")
         if isinstance(new, DTensor) and new.placements == param.spec.placements:

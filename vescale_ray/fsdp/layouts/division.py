@@ -37,11 +37,11 @@ class Division(Protocol):
     def placement(self, name: str) -> Placement: ...
     def local_shape(self, name: str) -> tuple[int, ...]: ...
     def own(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """This rank's elements of the whole tensor ``value``, of ``local_shape``."""
+        """Return this rank's elements of the whole tensor ``value``, of ``local_shape``."""
         ...
 
     def empty_part(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A new part of this rank, with zeros between the tensors."""
+        """Return a new part of this rank, with zeros between the tensors."""
         ...
 
     def join(self, parts: torch.Tensor, flat: torch.Tensor) -> None:
@@ -53,11 +53,13 @@ class Division(Protocol):
         ...
 
     def describe(self) -> tuple[str, ...]:
-        """Lines of text that determine which rank holds what."""
+        """Return lines of text that determine which rank holds what."""
         ...
 
     def ranges(self, name: str) -> tuple[tuple[int, int], ...]:
-        """Flat elements ``[start, end)`` of each rank if the tensor is divided along its first dimensions, else counts from 0 on."""
+        """Return the flat elements ``[start, end)`` of each rank if the tensor is divided along its first dimensions, else counts from 0
+        on.
+        """
         ...
 
 
@@ -200,7 +202,7 @@ class Chunks:
         return value.narrow(one.dim, min(rank * one.size, one.shape[one.dim]), length)
 
     def _pairs(self, parts: torch.Tensor, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of every chunk in the unsharded buffer and its place in its rank's part."""
+        """Yield pairs of every chunk in the unsharded buffer and its place in its rank's part."""
         by_rank: Sequence[torch.Tensor] = parts.view(self.world, self.part_numel).unbind()
         for name, one in self._tensors.items():
             whole = self.layout.view(flat, name)

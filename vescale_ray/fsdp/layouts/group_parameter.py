@@ -113,12 +113,12 @@ class Parallel:
         return tuple(p for i, p in enumerate(self.spec.placements) if i not in self.data_dims)
 
     def parts_along(self, dim: int) -> int:
-        """Number of parts into which tensor or expert parallelism cuts dimension ``dim``."""
+        """Return the number of parts into which tensor or expert parallelism cuts dimension ``dim``."""
         cut = [type(p) is Shard and p.dim % len(self.spec.shape) == dim for p in self.spec.placements]
         return math.prod(size for size, here in zip(self.spec.mesh.shape, cut, strict=True) if here)
 
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a gradient in the parameter's placements; sums over data-parallel dimensions stay pending."""
+        """Return this rank's part of a gradient in the parameter's placements; sums over data-parallel dimensions stay pending."""
         if not isinstance(grad, DTensor):
             raise TypeError(f"the gradient of a DTensor parameter is a {type(grad).__name__}, not a DTensor")
         wanted = tuple(g if i in self.data_dims else p for i, (g, p) in enumerate(zip(grad.placements, self.spec.placements, strict=True)))
@@ -168,7 +168,9 @@ class Place:
         return self.world * self.replicas
 
     def spec(self, own: Placement, shape: tuple[int, ...], dtype: torch.dtype, parallel: Parallel | None) -> DTensorSpec:
-        """The spec of a sharded parameter: ``own`` on the data-parallel mesh, with the placements of tensor or expert parallelism."""
+        """Return the spec of a sharded parameter: ``own`` on the data-parallel mesh, with the placements of tensor or expert
+        parallelism.
+        """
         ragged = isinstance(own, RaggedShard)
         if parallel is not None and isinstance(own, Shard) and (split := parallel.parts_along(own.dim)) > 1:
             own = StridedShard(own.dim, split_factor=split)  # it comes first in the mesh, but cuts the part that the others leave
@@ -246,7 +248,7 @@ class GroupParam:
         return 1 if self.parallel is None else self.parallel.summed_over
 
     def new_unsharded(self, view: torch.Tensor) -> nn.Parameter:
-        """A leaf parameter on ``view`` of the gathered buffer."""
+        """Return a leaf parameter on ``view`` of the gathered buffer."""
         differentiable = view.is_floating_point() or view.is_complex()
         # A tensor assigned through .data does not share the buffer's version counter, so autograd does not take a refill for an in-place
         # write. The expanded scalar only lends its shape.
@@ -314,7 +316,7 @@ class GroupParam:
             held[attribute] = parameter
 
     def installed(self) -> nn.Parameter | None:
-        """The parameter that the first module holds now, or held last."""
+        """Return the parameter that the first module holds now, or held last."""
         held, attribute = self.slots[0]
         return held.get(attribute)
 
@@ -325,7 +327,9 @@ class GroupParam:
 
 
 def sharded_parameter(local: torch.Tensor, spec: DTensorSpec, like: nn.Parameter) -> nn.Parameter:
-    """A sharded parameter on ``local``, which it shares with its version counter. It is trained if ``like`` is, and has its marks."""
+    """Return a sharded parameter on ``local``, which it shares with its version counter. It is trained if ``like`` is, and has its
+    marks.
+    """
     sharded = nn.Parameter(as_dtensor(local, spec), requires_grad=like.requires_grad)
     sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter detached it, and with it the version counter
     copy_marks(like, sharded)
@@ -359,19 +363,19 @@ def _inner(param: nn.Parameter) -> frozenset[str]:
 
 
 def gathered_of(tensor: Any) -> GroupParam | None:
-    """The parameter that ``tensor`` is the gathered form of, if there is one. Cost: 0.2 us."""
+    """Return the parameter that ``tensor`` is the gathered form of, if there is one. Cost: 0.2 us."""
     mark: PrivateMark | None = getattr(tensor, GATHERED_OF, None)
     return mark[0]() if mark else None
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:
-    """The local part of a DTensor, without autograd."""
+    """Return the local part of a DTensor, without autograd."""
     local: torch.Tensor = param._local_tensor  # type: ignore[attr-defined]
     return local
 
 
 def outer_of(sharded: nn.Parameter) -> Any:
-    """The storage that torch's DTensor itself has; an assignment to ``.data`` replaces it. None for a RaggedDTensor."""
+    """Return the storage that torch's DTensor itself has; an assignment to ``.data`` replaces it. None for a RaggedDTensor."""
     return None if isinstance(sharded, RaggedDTensor) else sharded.untyped_storage()
 
 
@@ -381,8 +385,9 @@ def is_view_of(param: nn.Parameter, flat: torch.Tensor) -> bool:
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """``local`` as a RaggedDTensor for a ragged placement, else as torch's DTensor. It is built as ``torch.compile`` builds its traced
-    stand-in, since both must start at the same offset."""
+    """Return ``local`` as a RaggedDTensor for a ragged placement, else as torch's DTensor. It is built as ``torch.compile`` builds its
+    traced stand-in, since both must start at the same offset.
+    """
     if any(isinstance(placement, RaggedShard) for placement in spec.placements):
         return RaggedDTensor.from_spec(local, spec)
     return DTensor(local, spec, requires_grad=False)

@@ -18,7 +18,7 @@ dtype."""
 
 
 def dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype]:
-    """The compute dtype and the reduce dtype. The policy applies to floating-point parameters only."""
+    """Return the compute dtype and the reduce dtype. The policy applies to floating-point parameters only."""
     if not orig.is_floating_point:
         return orig, orig
     compute = policy.param_dtype or orig
@@ -26,7 +26,7 @@ def dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy) -> tuple[torch.dtype
 
 
 def policy_of(fqn: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """The policy of one parameter. ``param_dtype_override_fn`` (torch 2.15) may exempt it from ``param_dtype``.
+    """Return the policy of one parameter. ``param_dtype_override_fn`` (torch 2.15) may exempt it from ``param_dtype``.
 
     Raises:
         BadArgument: that function returns a third dtype, or the parameter has a ``grad_dtype`` of its own.

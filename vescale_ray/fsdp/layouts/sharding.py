@@ -88,7 +88,7 @@ class Sharding:
 
 
 def default_mesh() -> DeviceMesh:
-    """A mesh of all ranks, on the accelerator if there is one. Initialises the default process group if needed, as torch does."""
+    """Return a mesh of all ranks, on the accelerator if there is one. Initialises the default process group if needed, as torch does."""
     if not dist.is_initialized():
         gloo.init_process_group()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -151,7 +151,7 @@ def plan_sharding(sharding: Sharding | None, mesh: DeviceMesh) -> ShardingPlan:
 
 
 def _arranged(mesh: DeviceMesh, names: Dims, shard: Dims) -> DeviceMesh:
-    """The mesh (shard,) or (replicate, shard). All ranks together create new process groups, once."""
+    """Return the mesh (shard,) or (replicate, shard). All ranks together create new process groups, once."""
     rest = tuple(n for n in names if n not in shard)
     if (not rest and len(shard) == 1) or (mesh.ndim == 2 and (rest, shard) == (names[:1], names[1:])):
         return mesh
@@ -164,7 +164,7 @@ def _arranged(mesh: DeviceMesh, names: Dims, shard: Dims) -> DeviceMesh:
 
 
 def _whole(mesh: DeviceMesh, names: Dims, rest: Dims, shard: Dims) -> DeviceMesh:
-    """A mesh of all ranks in another arrangement."""
+    """Return a mesh of all ranks in another arrangement."""
     order = [names.index(n) for n in (*rest, *shard)]
     width = math.prod(mesh.size(names.index(n)) for n in shard)
     ranks = mesh.mesh.permute(order).reshape(-1, width)
@@ -174,8 +174,9 @@ def _whole(mesh: DeviceMesh, names: Dims, rest: Dims, shard: Dims) -> DeviceMesh
 
 
 def data_parallel_part(mesh: DeviceMesh, replicate: Dims, shard: Dims) -> DeviceMesh:
-    """The mesh (shard,) or (replicate, shard) of some dimensions of ``mesh``, derived by torch. The ranks outside create the same groups at
-    the same time, and every rank must know all of them."""
+    """Return the mesh (shard,) or (replicate, shard) of some dimensions of ``mesh``, derived by torch. The ranks outside create the same
+    groups at the same time, and every rank must know all of them.
+    """
     if not replicate:
         return _flattened(mesh, shard)
     replicas = _flattened(mesh, replicate)
@@ -185,7 +186,7 @@ def data_parallel_part(mesh: DeviceMesh, replicate: Dims, shard: Dims) -> Device
 
 
 def _flattened(mesh: DeviceMesh, dims: Dims) -> DeviceMesh:
-    """The dimensions ``dims`` of ``mesh``, flattened into one in the order of the mesh."""
+    """Return the dimensions ``dims`` of ``mesh``, flattened into one in the order of the mesh."""
     one = mesh if dims == mesh.mesh_dim_names else mesh[dims]
     return one if len(dims) == 1 else one._flatten("_".join(dims))
 

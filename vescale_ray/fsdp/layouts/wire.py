@@ -24,7 +24,7 @@ class GroupWire(Protocol):
     """True if the parts are received in a buffer of their own, from which :meth:`join` fills the parameters' buffer."""
 
     def dtype(self, compute: torch.dtype) -> torch.dtype:
-        """The parts' dtype, given the compute dtype."""
+        """Return the parts' dtype, given the compute dtype."""
         ...
 
     def part_bytes(self, compute: torch.dtype) -> int: ...
@@ -34,7 +34,7 @@ class GroupWire(Protocol):
         ...
 
     def describe(self) -> tuple[str, ...]:
-        """Lines of text that determine what the ranks send; two ranks compare them."""
+        """Return lines of text that determine what the ranks send; two ranks compare them."""
         ...
 
 

@@ -33,6 +33,6 @@ class ChangesParameters:
 
 
 def _hidden(module: Any) -> list[Any]:
-    """The sharded parameters whose modules hold the gathered ones."""
+    """Return the sharded parameters whose modules hold the gathered ones."""
     groups = (group for unit in units_below(module, recurse=True) for group in unit.groups)
     return [param.sharded for group in groups if group.residency is Residency.UNSHARDED for param in group.params]

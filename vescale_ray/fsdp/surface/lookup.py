@@ -40,7 +40,7 @@ def take_in_gradients(unit: Unit) -> None:
 
 
 def prefetched(method: str, modules: Any) -> list[weakref.ref[Unit]]:
-    """The units of ``modules``, which the method ``method`` was given.
+    """Return the units of ``modules``, which the method ``method`` was given.
 
     Raises:
         TypeError: ``modules`` is not a list.

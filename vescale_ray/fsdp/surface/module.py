@@ -231,8 +231,9 @@ class FSDPModule(ChangesParameters, Figures, FinalizesBackward, ReducesGradients
 
 
 def _empty(tensor: torch.Tensor, device: Any) -> torch.Tensor:
-    """A fast ``torch.empty_like(tensor, device=device)``: for a local part on the meta device torch decomposes the call in Python, which
-    takes ten times as long."""
+    """Return a fast ``torch.empty_like(tensor, device=device)``: for a local part on the meta device torch decomposes the call in Python,
+    which takes ten times as long.
+    """
     if device is None or not isinstance(tensor, RaggedDTensor) or not tensor._local_tensor.is_meta:
         return torch.empty_like(tensor, device=device)
     local = tensor._local_tensor
@@ -297,7 +298,7 @@ def _whole_tensors_only(save: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of a module of class ``cls`` after ``fully_shard``; the same for every module of ``cls``."""
+    """Return the class of a module of class ``cls`` after ``fully_shard``; the same for every module of ``cls``."""
     attributes: dict[str, Any] = {"__deepcopy__": _no_deepcopy, "__reduce_ex__": _no_pickle, "__module__": cls.__module__}
     attributes["__prepare_scriptable__"] = _no_script
     save = getattr(cls, "save_pretrained", None)

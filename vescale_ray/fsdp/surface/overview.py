@@ -146,7 +146,7 @@ def explain(module: nn.Module, *, state_bytes: float | None = None) -> Explanati
 
 
 def held_bytes(module: nn.Module) -> dict[str, int]:
-    """Bytes of this rank by kind. Their sum is the peak memory of the steps so far, without activations and optimizer states.
+    """Return the bytes of this rank by kind. Their sum is the peak memory of the steps so far, without activations and optimizer states.
 
     ``parameters``: elements of the shards. ``gradients``: elements of their shards, which exist from backward to
     the optimizer's step. ``padding``: the rest of these shards. ``codes``: FP8 codes and scales of the shards, kept between steps.
@@ -216,7 +216,7 @@ def _modules(unit: Unit) -> list[nn.Module]:
 
 
 def _code_bytes(group: ParameterGroup) -> int:
-    """Bytes of the codes and scales that this rank keeps between steps."""
+    """Return the bytes of the codes and scales that this rank keeps between steps."""
     wire = group.gathered.wire
     return wire.parts.part_bytes if isinstance(wire, CodeWire) else 0
 

@@ -133,7 +133,9 @@ class State:
             self._unit.schedule.end_backward()
 
     def replaced(self, method: str) -> Callable[[], None] | None:
-        """A function that runs the replacement that other code (torch's ``FSDPMemTracker``) put in place of a group's method, or None."""
+        """Return a function that runs the replacement that other code (torch's ``FSDPMemTracker``) put in place of a group's method, or
+        None.
+        """
         if not any(method in group.__dict__ for group in self._fsdp_param_groups):
             return None
 
@@ -259,7 +261,7 @@ def leave_state(module: nn.Module, unit: Unit) -> None:
 
 
 def state_of_unit(unit: Unit) -> State:
-    """The unit's state, the same object each time."""
+    """Return the unit's state, the same object each time."""
     state = unit.torch_state
     if not isinstance(state, State):
         state = unit.torch_state = State(unit)
@@ -267,6 +269,6 @@ def state_of_unit(unit: Unit) -> State:
 
 
 def state_of(module: nn.Module) -> State | None:
-    """The state of a module that was given to :func:`vescale_ray.fully_shard` itself, else None."""
+    """Return the state of a module that was given to :func:`vescale_ray.fully_shard` itself, else None."""
     unit = unit_of(module)
     return None if unit is None else state_of_unit(unit)

@@ -23,7 +23,7 @@ def with_own_memory(output: Any, groups: Sequence[ParameterGroup]) -> Any:
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
-    """An identifier of the tensor's storage; None for sparse tensors and others that have none."""
+    """Return an identifier of the tensor's storage; None for sparse tensors and others that have none."""
     try:
         return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata
     except RuntimeError:

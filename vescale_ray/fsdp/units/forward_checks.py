@@ -313,7 +313,7 @@ def refuse_tracing(unit: Unit) -> None:
 
 
 def whole_model_needed(what: str, name: str) -> RuntimeError:
-    """The error of a tool that records a model's forward, which would leave out the collectives of a sharded one."""
+    """Return the error of a tool that records a model's forward, which would leave out the collectives of a sharded one."""
     return RuntimeError(
         f"{what} of a sharded model ({name!r}): load its whole state dict (vescale_ray.state_dict.get_model_state_dict with "
         f"full_state_dict=True) into the plain model, and {what.rpartition('.')[2]} that"

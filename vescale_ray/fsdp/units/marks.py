@@ -141,7 +141,7 @@ class Call(Generic[U]):
 def mark_inputs(
     unit: MarkedUnit, args: tuple[Any, ...], kwargs: dict[str, Any], copies: Copies
 ) -> tuple[tuple[Any, ...], dict[str, Any], weakref.ref[Any] | None]:
-    """The inputs with an exit mark, and the mark's node; no node if no tensor requires a gradient."""
+    """Return the inputs with an exit mark, and the mark's node; no node if no tensor requires a gradient."""
     tensors = grad_tensors((args, kwargs)) if kwargs else grad_tensors(args)
     if not tensors:
         return args, kwargs, None

@@ -58,7 +58,7 @@ class _Ranks:
         self.group, self.size, self.device, self.word = group, size, device, word
 
     def gather(self, data: bytes, size: int) -> list[bytes]:
-        """Every member's ``data``, padded with zeros to ``size`` bytes. Collective."""
+        """Return every member's ``data``, padded with zeros to ``size`` bytes. Collective."""
         if self.size == 1:
             return [data.ljust(size, b"\0")]
         mine = torch.zeros(size, dtype=torch.uint8)
@@ -72,7 +72,7 @@ class _Ranks:
 
 
 def _compare(ranks: _Ranks, digest: bytes, descriptions: list[tuple[str, ...]]) -> tuple[list[bytes], str]:
-    """Every member's digest, and the first difference between the plans, or "". Collective."""
+    """Return every member's digest, and the first difference between the plans, or "". Collective."""
     digests = ranks.gather(digest, _DIGEST)
     odd = next((rank for rank, other in enumerate(digests) if other != digests[0]), None)
     if odd is None:
@@ -89,7 +89,7 @@ def _compare(ranks: _Ranks, digest: bytes, descriptions: list[tuple[str, ...]]) 
 
 
 def _first_difference(hashes: list[bytes], odd: int, ranks: _Ranks) -> int:
-    """The first position at which the lists of rank 0 and rank ``odd`` differ; each rank passes its own list. Collective."""
+    """Return the first position at which the lists of rank 0 and rank ``odd`` differ; each rank passes its own list. Collective."""
     longest = max(int.from_bytes(count, "little") for count in ranks.gather(len(hashes).to_bytes(8, "little"), 8))
     size = max(1, longest) * _HASH
     lists = ranks.gather(b"".join(hashes), size)

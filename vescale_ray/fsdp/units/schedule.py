@@ -384,6 +384,6 @@ class Schedule:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that ``fully_shard`` made for this module, or None."""
+    """Return the unit that ``fully_shard`` made for this module, or None."""
     unit = module.__dict__.get("_vescale_unit")
     return unit if isinstance(unit, Unit) else None

@@ -69,7 +69,9 @@ class _Content:
 
 
 def _changes(before: dict[Any, Any], after: dict[Any, Any], own: dict[int, Any]) -> tuple[dict[Any, Any], list[Any]]:
-    """The entries that are new in ``after``, with the caller's objects (``own``) in place of their copies, and the keys that it lacks."""
+    """Return the entries that are new in ``after``, with the caller's objects (``own``) in place of their copies, and the keys that it
+    lacks.
+    """
     replaced = {key: own.get(id(value), value) for key, value in after.items() if key not in before or value is not before[key]}
     return replaced, [key for key in before if key not in after]
 
@@ -166,7 +168,7 @@ def _mapped(function: TensorMap, tree: Any, copies: Copies | None, memo: dict[in
 
 
 def grad_tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors in ``tree`` that require a gradient, in traversal order, each once."""
+    """Return the tensors in ``tree`` that require a gradient, in traversal order, each once."""
     if isinstance(tree, torch.Tensor):
         return [tree] if tree.requires_grad else []
     found: list[torch.Tensor] = []
@@ -181,7 +183,7 @@ def grad_tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def graph_tensors(outputs: Any) -> list[torch.Tensor]:
-    """The tensors of :func:`grad_tensors`. Inside vmap, those whose graph the batched tensors stand for."""
+    """Return the tensors of :func:`grad_tensors`. Inside vmap, those whose graph the batched tensors stand for."""
     if not are_functorch_transforms_active():
         return grad_tensors(outputs)
     found: list[torch.Tensor] = []
@@ -198,12 +200,12 @@ def graph_tensors(outputs: Any) -> list[torch.Tensor]:
 
 
 def floating_as(dtype: torch.dtype) -> TensorMap:
-    """A function that casts floating-point tensors to ``dtype``."""
+    """Return a function that casts floating-point tensors to ``dtype``."""
     return lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t
 
 
 def to_device(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The root's inputs on the accelerator, as in DDP and FSDP2."""
+    """Return the root's inputs on the accelerator, as in DDP and FSDP2."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, non_blocking=True) if tensor.device != device else tensor

@@ -58,7 +58,7 @@ class PlacementProblem:
         return cls(tuple(s.numel for s in specs), tuple(blocks), tuple(periods), num_shards, align // itemsize, start)
 
     def with_blocks(self, cuts: Mapping[int, int]) -> PlacementProblem:
-        """The same tensors, some of them with other blocks, by index."""
+        """Return the same tensors, some of them with other blocks, by index."""
         new = {i: math.lcm(cut, self.start) for i, cut in cuts.items()}
         blocks = tuple(new.get(i, block) for i, block in enumerate(self.blocks))
         return replace(self, blocks=blocks, periods=tuple(new.get(i, period) for i, period in enumerate(self.periods)))
