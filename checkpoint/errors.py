@@ -89,8 +89,7 @@ def shortened(message: str, most: int = 1000) -> str:
 
 def printable(message: str) -> str:
     """Return ``message`` with unprintable characters escaped. Names from a file may hold line ends or terminal commands, which would forge
-    a log, and lone surrogates, which no log can encode.
-    """
+    a log, and lone surrogates, which no log can encode."""
     return message if message.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
 
 

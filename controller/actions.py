@@ -179,8 +179,7 @@ class AskStarved(Question):
 class SaveParked(Question):
     """Make a checkpoint of the newest state that these workers hold together (``CheckpointCoordinator.save``).
 
-    The answer is the result, or None if no checkpoint is needed.
-    """
+    The answer is the result, or None if no checkpoint is needed."""
 
     workers: tuple[str, ...]
     only_newer: bool = False
@@ -191,8 +190,7 @@ class FindCheckpoint(Question):
     """Ask for the newest checkpoint (``CheckpointCoordinator.newer``).
 
     If ``holders`` are given, the answer is None if no checkpoint is newer than the state of these workers. It is an OSError if none of them
-    holds a state and the storage is out of reach.
-    """
+    holds a state and the storage is out of reach."""
 
     holders: tuple[str, ...] | None = None
 

@@ -142,8 +142,7 @@ class Controller:
     def status(self) -> dict[str, Any]:
         """Return the state of the run: the snapshot as plain values, ``outcome`` once the run is over, and ``processes``: (process id,
         start time, node) of every worker that was ever warm. Until the run's folder has been read, ``waits`` is True and there is no
-        snapshot.
-        """
+        snapshot."""
         if not self._known.is_set():
             problem = self._up.exception() if self._up.done() else None
             if problem is not None and ray.get_runtime_context().was_current_actor_reconstructed:
@@ -282,8 +281,7 @@ def _when_told(question: Callable[[], _T]) -> _T:
 
 def _committed_attempt(run_id: str, root: str) -> str | None:
     """Return the newest attempt that this run has committed, for a restarted controller. None also if the store does not answer: repeated
-    votes for that attempt then make the same commit.
-    """
+    votes for that attempt then make the same commit."""
     from vescale_ray import checkpoint
 
     try:

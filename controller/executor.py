@@ -158,8 +158,7 @@ class Executor:
 
     def plan_ahead(self, world: World) -> None:
         """Plan the layouts that the run may need next: of the target, and after the loss or gain of a few workers. If their outline is
-        unknown, ask the members for it.
-        """
+        unknown, ask the members for it."""
         size, grid = world.size, self.config.grid
         if self.layouts.told:
             near = (size + step * sign for step in range(1, AHEAD + 1) for sign in (-1, 1) if size + step * sign > 0)

@@ -73,8 +73,7 @@ LONGEST_GAP_S = 3600.0
 
 def growth_wait(begun: float | None, now: float, gap_s: float, failed: int) -> float:
     """Return the seconds until the next growth may begin; the last began at ``begun``. Each of the ``failed`` attempts since the last
-    success doubles the gap ``gap_s``, counted as at least 1 s, up to :data:`LONGEST_GAP_S`.
-    """
+    success doubles the gap ``gap_s``, counted as at least 1 s, up to :data:`LONGEST_GAP_S`."""
     if begun is None:
         return 0.0
     gap = gap_s if not failed else max(gap_s, min(max(gap_s, 1.0) * 2.0 ** min(failed, 30), LONGEST_GAP_S))

@@ -128,8 +128,7 @@ def adopt(mine: Mapping[str, Any], flat: dict[str, Any], optimizers: Sequence[to
 def _alike(here: Any, entry: Any) -> bool:
     """Return True if both are tensors with dimensions, both are tensors without, or neither is a tensor.
 
-    Some optimizers start with a number and later hold a tensor.
-    """
+    Some optimizers start with a number and later hold a tensor."""
     if isinstance(here, Tensor) != isinstance(entry, FullTensor):
         return False
     return bool(getattr(here, "shape", ())) == bool(getattr(entry, "shape", ()))

@@ -213,8 +213,7 @@ class Blank:
 
 class NextModel:
     """Builds the :class:`Blank` of a worker's next generation ahead of time, while the controller plans. Otherwise all ranks would wait for
-    it.
-    """
+    it."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config, self._compiler = config, UnitCompiler(config)

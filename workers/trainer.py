@@ -229,8 +229,7 @@ class Trainer:
 
     def evaluate_sets(self) -> dict[str, tuple[float, int, float | None]]:
         """Return the loss and number of samples of each evaluation set, as :meth:`evaluate`, and bits per byte of its text, if that is
-        known.
-        """
+        known."""
         found = {}
         for name, data in self.eval_sets.items():
             loss, samples = self._mean_loss(data.batch, data.num_samples)

@@ -115,8 +115,7 @@ class Worker:
     @ray.method(concurrency_group="control")
     def unreached(self, addresses: Mapping[str, str], wait_s: float) -> tuple[str, ...]:
         """Return the workers whose probe port this process does not reach within ``wait_s`` seconds. ``addresses``: probe port of each
-        worker.
-        """
+        worker."""
         return unreached(addresses, wait_s)
 
     @ray.method(concurrency_group="control")

@@ -11,8 +11,7 @@ from vescale_ray.workers.network.process_groups import GroupFailed, describe, is
 
 def fault_of(error: BaseException) -> WorkerFault:
     """Return the fault of a generation that ``error`` ended. Afterwards the error holds no frames, which would keep the group's sockets
-    open.
-    """
+    open."""
     return WorkerFault(_kind(error), describe(error))
 
 

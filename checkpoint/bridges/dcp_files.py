@@ -120,8 +120,7 @@ class DcpFiles(Archives):
 
     def object(self, key: str) -> Any:
         """Return the plain value stored under ``key``, with its tensors on the CPU. Raises ForeignFileError if only unpickling could make
-        it.
-        """
+        it."""
         try:
             return self.load(self.objects[key], lambda file: torch.load(file, weights_only=True, map_location="cpu"))
         except ForeignFileError as error:

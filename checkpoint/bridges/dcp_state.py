@@ -191,8 +191,7 @@ class DcpSource:
 
     def _owner(self, optimizer: str, name: str) -> str:
         """Return the stored name of an optimizer's parameter, in the model after which the optimizer is named, or in the first model that
-        has it.
-        """
+        has it."""
         others = sorted((entry for entry in self._models if entry != "model"), key=lambda entry: not optimizer.startswith(entry))
         first = [entry for entry in others if optimizer.startswith(entry)]
         for entry in [*first, "model", *others]:
@@ -267,8 +266,7 @@ class DcpSource:
 
     def _states(self, found: _Optimizer) -> tuple[dict[str, dict[str, Any]], dict[int, str]]:
         """Return the states that are numbers or nested values, by state key and name, and the paths of the tensors in them, by the id of a
-        stand-in.
-        """
+        stand-in."""
         states: dict[str, dict[str, Any]] = {}
         paths: dict[int, str] = {}
         for path, by_name in (*found.scalars.items(), *found.nested.items()):

@@ -35,8 +35,7 @@ _log = logging.getLogger(__name__)
 def sampled(flats: Sequence[torch.Tensor]) -> str:
     """Return, for each flat tensor, eight hexadecimal digits of a hash of :data:`SAMPLE` evenly spaced elements.
 
-    Different tensors differ in nearly all of these elements. The cost is one copy from each device.
-    """
+    Different tensors differ in nearly all of these elements. The cost is one copy from each device."""
     # Select by bytes: torch cannot copy single elements of some dtypes (uint4, ..).
     rows = [as_bytes(flat.detach()).view(-1, flat.dtype.itemsize) for flat in flats]
     taken = [raw[:: max(1, len(raw) // SAMPLE)][:SAMPLE].reshape(-1) for raw in rows]

@@ -29,8 +29,7 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
     """Return an uninitialised uint8 CPU tensor of ``size`` bytes with an address that is a multiple of 4096 (torch and numpy do not ensure
-    that).
-    """
+    that)."""
     raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
     shift = -raw.data_ptr() % ALIGNMENT
     return raw[shift : shift + size]

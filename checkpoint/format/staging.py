@@ -148,8 +148,7 @@ class Copying:
 
 def written(pieces: Sequence[ShardPiece]) -> Any:
     """Return the event at which the pieces' current values are written, for :func:`copy_pieces` in another thread. None if they are written
-    already.
-    """
+    already."""
     device = next((piece.data.device for piece in pieces if piece.data.is_cuda), None)
     return None if device is None else torch.cuda.current_stream(device).record_event()
 

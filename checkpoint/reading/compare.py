@@ -186,8 +186,7 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float | None:
 
 def _alike(a: Checkpoint, b: Checkpoint, pair: Pair) -> Callable[[int, int], bool] | None:
     """Return a function that says whether all blocks with elements ``[start, end)`` have equal checksums on both sides; ``None`` if the
-    layouts differ.
-    """
+    layouts differ."""
     one, other = _place(a.manifest, pair), _place(b.manifest, pair)
     columns = ("start", "end", "object", "offset")
     if one is None or other is None:

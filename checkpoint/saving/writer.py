@@ -125,8 +125,7 @@ class SaveWriter:
 
     def trouble(self, bound_s: float = math.inf, but: SaveHandle | None = None) -> str | None:
         """Return the first failure that was not reported yet, except that of ``but``. A save that is unfinished after ``bound_s`` seconds
-        is given up.
-        """
+        is given up."""
         with self._change:
             now = time.perf_counter()
             for job in self._current:

@@ -80,8 +80,7 @@ def plain_values(where: str, state: Mapping[str, Any], holder: Saved) -> dict[st
 
 def restore_values(state: State, values: Mapping[str, Any], holder: Saved, flat: FlatState, choice: TensorChoice) -> None:
     """Set all values that are not tensors: hyperparameters and scalars of optimizers, and ``values`` in stateful objects and in ``state``
-    itself.
-    """
+    itself."""
     for key, value in list(state.items()):
         if is_tensors(key, value):
             set_extra_states(key, value, flat, choice)

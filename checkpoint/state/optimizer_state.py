@@ -292,8 +292,7 @@ def stateless(
     key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: FlatState, checkpoint: Saved, choice: TensorChoice
 ) -> set[str]:
     """Return the names of the parameters that have no state in the checkpoint, for example since it was saved before the first step. Their
-    states go, as in torch. Combined optimizers have all states from the start, and so miss them.
-    """
+    states go, as in torch. Combined optimizers have all states from the start, and so miss them."""
     if hasattr(optimizer, "optimizers"):
         return set()
     scalars = {checkpoint.aliases.get(name, name) for by_name in saved["scalars"].values() for name in by_name}

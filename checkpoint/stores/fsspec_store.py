@@ -283,8 +283,7 @@ class FsspecStore:
 
     def _when(self, info: dict[str, Any]) -> float:
         """Return the time of an object's last write. If the file system does not report it, the current time, so that the object never
-        counts as old.
-        """
+        counts as old."""
         for name in _WHEN:
             value = info.get(name)
             if isinstance(value, int | float):

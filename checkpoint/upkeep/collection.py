@@ -186,8 +186,7 @@ class _Collection:
 
     def _counting(self, commits: Sequence[Commit]) -> list[Commit]:
         """Return the commits that count, oldest first: intact ones and, with ``verify``, only those whose data was read back and is
-        right.
-        """
+        right."""
         whole = [c for c in commits if c.problem is None]
         if not self.retention.verify or len(commits) <= self.retention.keep_last:
             return whole  # with so few, none can be deleted

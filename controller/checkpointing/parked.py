@@ -35,8 +35,7 @@ def writes(workers: WorkersView, holders: Iterable[str]) -> bool:
 def by_node(members: Sequence[str], grid: RankGrid, workers: WorkersView) -> tuple[str, ...]:
     """Return ``members`` in the order of their ranks, for members that hold no state.
 
-    With replicas, or with ranks that share experts, workers of one node are next to each other.
-    """
+    With replicas, or with ranks that share experts, workers of one node are next to each other."""
     if grid.replicas == grid.experts == 1:
         return tuple(members)
     nodes = list(_nodes(members, workers).values())
@@ -49,8 +48,7 @@ def assign_ranks(
     """Return ``members`` in the order of their ranks in ``grid``, and the basis of that order.
 
     The order moves the fewest bytes from the state ``resume``. If the layouts are not known yet, the basis is equal intervals, and another
-    order might have moved fewer bytes.
-    """
+    order might have moved fewer bytes."""
     from vescale_ray.workers.resharding.rank_assignment import assign_ranks, in_rows, replicated
 
     if resume is None:
@@ -65,8 +63,7 @@ def staying(
 ) -> tuple[str, ...]:
     """Return the ``candidates`` that stay, as many as ``grid`` has ranks, so that the fewest bytes move from ``resume``.
 
-    Among equal choices, copies lie on other nodes, and whole nodes become free.
-    """
+    Among equal choices, copies lie on other nodes, and whole nodes become free."""
     from vescale_ray.workers.resharding.rank_assignment import replicated, staying
 
     if resume is None:

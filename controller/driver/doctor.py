@@ -146,8 +146,7 @@ def network() -> Finding:
 
 def shared_memory(path: str = "/dev/shm") -> Finding:
     """Check the free shared memory, which Ray's objects and NCCL's rings between a node's GPUs use. A container has 64 MiB by
-    default.
-    """
+    default."""
     try:
         free = shutil.disk_usage(path).free
     except OSError as error:
@@ -370,8 +369,7 @@ def ray_cluster(address: str | None, wait_s: float = RAY_S) -> Finding:
 
 def _cluster(address: str, told: dict[str, Any]) -> Finding:
     """Make the finding from a probe's answer. ``apart`` in the answer: for each node, the seconds by which its clock is ahead of this
-    machine's.
-    """
+    machine's."""
     have, apart = told["resources"], told["apart"]
     text = f"{address}: {told['nodes']} nodes, {have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs, Ray {told['version']}"
     mute = told["asked"] - len(apart)

@@ -43,8 +43,7 @@ STARTS = 2
 
 def address_of(config: RunConfig) -> str:
     """Return the address of the Ray that a run uses; ``local``: a cluster of its own. If this process is connected to Ray, the run uses
-    that.
-    """
+    that."""
     ray: Any = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return str(ray.get_runtime_context().gcs_address)
@@ -55,8 +54,7 @@ def silence(address: str) -> str | None:
     """Return the reason why no process answers at ``host:port``, within :data:`KNOCK_S`.
 
     Return None if a process listens there, or if only Ray can resolve the address, as with ``auto``. Ray's own client would try for many
-    minutes.
-    """
+    minutes."""
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdigit():
         return None

@@ -36,8 +36,7 @@ def check_model(model: Any, config: RunConfig) -> None:
 
 def check_causal(model: Any, config: RunConfig) -> None:
     """Refuse a transformers model whose attention sees the tokens that it has to predict. The caller's own data set may have other
-    targets.
-    """
+    targets."""
     from vescale_ray.models.hf import is_hf
     from vescale_ray.models.probes import causal_key
 
@@ -109,8 +108,7 @@ def check_document_mask(model: Any) -> None:
 
 def check_vocabulary(model: Any, config: RunConfig) -> None:
     """Refuse a model whose embeddings have fewer rows than the data has token ids. It would fail in a step, on a GPU without a clear
-    error.
-    """
+    error."""
     rows = [int(module.num_embeddings) for module in model.modules() if hasattr(module, "num_embeddings")]
     vocab = config.data.vocab or VOCAB
     if rows and max(rows) < vocab:

@@ -154,8 +154,7 @@ def check(config: RunConfig, foreseen: Foreseen | None = None, oldest: int | Non
 def _lasting(config: RunConfig) -> Iterator[str]:
     """Warn of folders that other nodes don't see.
 
-    Raises BadInput for folders that are lost with the job, and for a URL as the run's folder.
-    """
+    Raises BadInput for folders that are lost with the job, and for a URL as the run's folder."""
     if "://" in config.run.dir:
         raise RunRefused(f"run.dir = {config.run.dir}: run folders are no URLs; {REMEDY}, and the URL as checkpoint.dir")
     check_lasting(f"run.dir = {config.run.dir}", config.run_folder)

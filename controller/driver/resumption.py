@@ -53,8 +53,7 @@ def choose_commit(config: RunConfig, commits: Sequence[Commit]) -> tuple[Commit 
 def check_same_stream(opened: Checkpoint, stream: Mapping[str, Any]) -> None:
     """Refuse a checkpoint of another text, seed or batch.
 
-    Its position in the stream would mean other samples, so some would be lost, and some used twice.
-    """
+    Its position in the stream would mean other samples, so some would be lost, and some used twice."""
     stored = opened.meta.get("stream") or {}
     for key, value in stream.items():
         if key in stored and stored[key] != value:
@@ -68,8 +67,7 @@ def check_same_stream(opened: Checkpoint, stream: Mapping[str, Any]) -> None:
 def check_same_base(opened: Checkpoint, config: RunConfig) -> None:
     """Refuse adapters that were trained on weights other than those of ``model.hf``.
 
-    A damaged checkpoint passes here. The workers go on from an older one, and check that one.
-    """
+    A damaged checkpoint passes here. The workers go on from an older one, and check that one."""
     from vescale_ray import checkpoint
     from vescale_ray.workers.initial_values import base_of, other_base
 

@@ -191,8 +191,7 @@ def _name_of(factory: Any) -> str:
 
 def _packed(model: Factory | None, dataset: Any) -> Given:
     """Return the objects as the workers receive them. cloudpickle takes classes and functions of ``__main__`` and of other functions
-    along.
-    """
+    along."""
     if model is None and dataset is None:
         return Given()
     from ray import cloudpickle

@@ -95,8 +95,7 @@ class Budget:
         """Return the budget after one failure with these causes.
 
         Each cause counts once, however many workers were lost. A crash together with the loss of a node counts as a crash; the loss of a
-        node alone does not.
-        """
+        node alone does not."""
         total = {cause: self.total.get(cause, 0) + (cause in causes) for cause in Cause}
         crash = not CRASHES.isdisjoint(causes)
         return replace(

@@ -77,8 +77,7 @@ class FailureDetector:
 
     def mute(self, world: World, inside: Collection[str], seen: Observations) -> Mapping[str, str]:
         """Return the silent workers that others wait for while the group forms or is broken, each with the reason. Empty if all members are
-        silent.
-        """
+        silent."""
         found: dict[str, str] = {}
         workers, forming, training = seen.workers, self.hangs.forming_s, min(self.hangs.bound_s, self.hangs.forming_s)
         silent = {bound: workers.silent(bound - POLL_WAIT_S) for bound in (forming, training)}

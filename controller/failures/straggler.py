@@ -60,8 +60,7 @@ class Stragglers:
 
     def stepped(self, record: StepRecord, stats: RunStats, now: float) -> list[Event]:
         """Return the events of a step that the members have completed: workers that became slow or recovered, and a new spread of the
-        slots.
-        """
+        slots."""
         events, slow, members = list[Event](), stats.stragglers, stats.members
         if (view := record.pace) is None:
             return events
@@ -117,8 +116,7 @@ class Stragglers:
 
     def leaving(self, living: Sequence[str], ready: Sequence[str], target: int) -> frozenset[str]:
         """Return the worker that leaves at the end of a generation: the one that is being replaced, if enough workers are left without
-        it.
-        """
+        it."""
         swap = self._swap
         enough = len(living) - 1 + len(ready) >= target
         return frozenset({swap.worker}) if swap is not None and swap.worker in living and enough else frozenset()

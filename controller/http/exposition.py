@@ -92,8 +92,7 @@ def quantiles(values: Mapping[int, float]) -> dict[str, float]:
 def _from_zero(known: Iterable[str], values: Mapping[str, float]) -> dict[tuple[str], float]:
     """Return counts by their one label, with a 0 for each ``known`` label without a count.
 
-    If a series first appeared with its first count, ``increase()`` would miss that count.
-    """
+    If a series first appeared with its first count, ``increase()`` would miss that count."""
     return {(str(name),): seconds for name, seconds in {**dict.fromkeys(known, 0), **values}.items()}
 
 

@@ -122,8 +122,7 @@ class Scrapes:
     def final_scrape(self, now: float) -> tuple[float, int]:
         """Return the seconds until every regular client should have scraped once more, and 1 if all have, else 0.
 
-        Half an interval is added to the seconds; 0 means that there is no regular client. The first call marks the end of the run.
-        """
+        Half an interval is added to the seconds; 0 means that there is no regular client. The first call marks the end of the run."""
         with self._lock:
             due = {client: seconds for client, visits in self._visits.items() if (seconds := _due(visits, now)) is not None}
             if self._awaited is None:

@@ -113,8 +113,7 @@ class Autoscaling:
 
     def spare_places(self, failures: int, now: float) -> int:
         """Return the number of places that spares could have now. After ``failures`` to get a spare warm, it is 0 for a time that doubles
-        with each failure.
-        """
+        with each failure."""
         if failures and now < self._hired + min(SPARE_GAP_S * 2.0 ** min(failures, 30), LONGEST_SPARE_GAP_S):
             return 0
         return self._capacity.now(now, self._hired + SETTLE_S)

@@ -25,8 +25,7 @@ class Free:
 
 def places(free: Mapping[str, Mapping[str, float]], each: Mapping[str, float], avoid: Collection[str] = ()) -> dict[str, int]:
     """Return the number of workers that fit in the ``free`` resources of each node, without nodes to ``avoid``. ``each``: resources of one
-    worker, all above 0.
-    """
+    worker, all above 0."""
     found = {}
     for node, has in free.items():
         if node not in avoid:
@@ -88,8 +87,7 @@ class FreePlaces:
 
     def now(self, now: float, after: float = 0.0) -> int:
         """Return places that are free now, for any time, on nodes that have been there for ``after_s``. Only an observation later than
-        ``after`` counts.
-        """
+        ``after`` counts."""
         if self._seen is None or now - self._seen > STALE_S or self._seen <= after:
             return 0
         return sum(len(found) for node, found in self._since.items() if self._seen - self._nodes.get(node, self._seen) >= self.after_s)

@@ -217,8 +217,7 @@ class Scaling:
     def _admitted(self, ready: list[str], world: World, seen: Observations) -> tuple[list[str], list[Action]]:
         """Return the workers of ``ready`` that are connected to the members in both directions.
 
-        Any other worker would stop all of them. It is dismissed, and its node is avoided for a while.
-        """
+        Any other worker would stop all of them. It is dismissed, and its node is avoided for a while."""
         if not ready:
             self._let_in = self.untried = frozenset()
             return [], []
@@ -317,8 +316,7 @@ class Scaling:
 
     def _late(self, seen: Observations, *, growing: bool) -> list[str]:
         """Return the workers that should be warm by now. With ``growing``, also workers that have no place after :data:`PLACE_S` although
-        places were free.
-        """
+        places were free."""
         ages = {w: seen.workers.age(w) for w in seen.workers.warming()}
         late = [w for w, age in ages.items() if age > self._spec.bounds.start]
         misplaced = [w for w, age in ages.items() if w in seen.workers.places.unplaced and age > PLACE_S]

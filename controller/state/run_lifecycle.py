@@ -67,8 +67,7 @@ def begin(log: RunLog, config: RunConfig, state: DurableState, pid: int) -> None
 
 def outcome_of(conduct: Callable[[], Outcome], log: RunLog, publisher: Publisher) -> Outcome:
     """Return the outcome of ``conduct``. If it raises an error, the run has failed, with the error in one line and the traceback in the
-    log.
-    """
+    log."""
     try:
         return conduct()
     except Exception as error:

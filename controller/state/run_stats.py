@@ -103,8 +103,7 @@ class RunStats:
         """Return the metrics to record in the checkpoint of ``step``: ``loss``, and the loss of each evaluation set, such as
         ``heldout_loss``.
 
-        The evaluation is the newest one up to ``step``. Values that are not finite are left out.
-        """
+        The evaluation is the newest one up to ``step``. Values that are not finite are left out."""
         evaluated = self.evaluations.get(max((one for one in self.evaluations if one <= step), default=-1), {})
         found = {"loss": self.steps.loss(step), **{f"{name}_loss": figures["loss"] for name, figures in evaluated.items()}}
         return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
@@ -136,8 +135,7 @@ class RunStats:
 
     def _resume(self, line: Line) -> bool:
         """Replace the totals by those that a metrics line carries. Return False, and change nothing, if the line has none that can be
-        read.
-        """
+        read."""
         try:
             goodput = Goodput.from_json(line[SO_FAR]["goodput"])
             self.steps.resume(line)

@@ -85,8 +85,7 @@ class WorkerStats:
     def mean_seconds(self) -> float | None:
         """Return the mean seconds of the steps that :meth:`mean_waited` covers; None if no rank has reported.
 
-        When the first rank reports a step, the values of the other ranks are still those of the step before.
-        """
+        When the first rank reports a step, the values of the other ranks are still those of the step before."""
         return round(self._stepping / len(self._seconds), 6) if self._seconds else None
 
     def largest_memory(self) -> dict[str, int]:

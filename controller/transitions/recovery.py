@@ -74,8 +74,7 @@ class Recovery:
     def _standbys(self, state: states.Recovering, members: int, seen: Observations) -> Step | None:
         """Hire workers for the places of lost ones, and wait for those that were standbys; None if there is nothing to wait for.
 
-        Without standbys, the next generation hires.
-        """
+        Without standbys, the next generation hires."""
         elastic, workers = self._config.elastic, seen.workers
         missing = seen.durable.target - members
         if not (elastic.standby and elastic.replace_lost and state.ended.lost) or state.waited or missing <= 0:
@@ -165,8 +164,7 @@ class Recovery:
 
     def _avoided(self, state: states.Waiting, seen: Observations) -> frozenset[str]:
         """Return the nodes to hire no worker on. If no other node has had a place for a while, a node that was cut off may be used
-        again.
-        """
+        again."""
         return seen.avoided if seen.now - state.since < PLACE_S else frozenset(seen.draining)
 
 

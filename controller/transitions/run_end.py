@@ -30,8 +30,7 @@ class RunEnd:
         """Begin to end a run that has failed.
 
         If the survivors' state is newer than the newest checkpoint, it is saved, unless it is of no use (``save=False``). ``refused``: the
-        user's input caused the failure.
-        """
+        user's input caused the failure."""
         if not save:
             return states.Concluding(error=error, hint=True), [actions.Wish(None)]
         return states.Checkpointing(ended, Goal.FAILURE, seen.holders(ended), error, refused), [actions.Wish(None)]

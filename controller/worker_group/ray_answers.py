@@ -37,8 +37,7 @@ class Reaching:
 
 def answer_of(ref: Any, timeout_s: float) -> Any:
     """Return the supervisor's answer, within ``timeout_s``. If this process stood still meanwhile (a frozen container), the time is over
-    before the answer was read. So this function tries once more.
-    """
+    before the answer was read. So this function tries once more."""
     try:
         try:
             return ray.get(ref, timeout=timeout_s)

@@ -99,8 +99,7 @@ class Supervisor:
     def store(self) -> tuple[str, int]:
         """Return the host and port of a new store, for one generation. The last store stays, in case its generation is not over everywhere.
 
-        A group of N ranks leaves about 8 N bytes per rank in its store: 8 MB for 1,000 ranks. Older stores are closed to free this.
-        """
+        A group of N ranks leaves about 8 N bytes per rank in its store: 8 MB for 1,000 ranks. Older stores are closed to free this."""
         # torch takes a second or more to import. In the constructor, all callers would wait for it.
         from torch.distributed import TCPStore
 
@@ -306,20 +305,16 @@ class Supervisor:
         )
 
     def starved(self, node: str, infos: Sequence[WorkerInfo]) -> list[float] | None:
-        """Return the seconds so far for which the training threads of a node's workers got no processor; None if the node does not
-        answer.
-        """
+        """Return the seconds for which the training threads of a node's workers got no processor so far; None without an answer."""
         threads = [(info.pid, info.born, info.thread) for info in infos]
         told = fetch_starved(threads) if node == self._node else self._agents.call(node, AGENT_S, "starved", threads)
         return None if told is None else list(told)
 
     def station(self, worker: str, node: str) -> None:
-        """Keep an agent on ``node``, where ``worker`` is, unless it is the supervisor's own node. The agent ends with the last worker
-        there.
+        """Keep an agent on ``node``, where ``worker`` is, unless it is the supervisor's own. The agent ends with the last worker there.
 
         Ray counts a node with any process as in use. If the agent stayed, Ray's autoscaler would never end the node, and a draining node
-        would stay until its deadline.
-        """
+        would stay until its deadline."""
         with self._lock:
             child = self._children.get(worker)
             if child is not None:

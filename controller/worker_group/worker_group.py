@@ -119,8 +119,7 @@ class WorkerGroup:
     def adopt(self, known: Mapping[str, WorkerInfo]) -> None:
         """Take over the workers that an earlier controller had hired.
 
-        ``known``: the workers that were warm then. A worker that is stopped by now can't report that itself.
-        """
+        ``known``: the workers that were warm then. A worker that is stopped by now can't report that itself."""
         for worker, handle in self._ask_supervisor("roster", self._epoch).items():
             self._enroll(worker, handle, known.get(worker), frozenset() if worker in known else UNTOLD)
 
@@ -160,8 +159,7 @@ class WorkerGroup:
         """Count ``worker``, which could not be ended, and all silent workers of its node as lost, because the node does not answer. Ray
         reports their loss many seconds later, and the next generation would wait for them.
 
-        Answers that came while this process waited for the node are looked for, so ``time.monotonic`` suffices to measure the silence.
-        """
+        Answers that came while this process waited for the node are looked for, so ``time.monotonic`` suffices to measure the silence."""
         quiet = time.monotonic() - SILENT_S - POLL_WAIT_S
         for other, member in self.members.items():
             there = member.info is not None and member.info.node == node
@@ -177,8 +175,7 @@ class WorkerGroup:
 
     def stacks(self, workers: Iterable[str], wait_s: float) -> dict[str, str]:
         """Return the Python stacks of workers. If a worker does not answer within ``wait_s``, or has owed an answer for long, its node's
-        agent is asked.
-        """
+        agent is asked."""
         there = {w: self.members[w] for w in workers if w in self.members}
         return stacks_of(there, self.silent(wait_s), self._supervisor, wait_s, self._call_s)
 
@@ -246,8 +243,7 @@ class WorkerGroup:
 
     def starved(self, workers: Collection[str]) -> dict[str, float]:
         """Return the workers that owe an answer because their machine is overloaded, each with the seconds of silence that this call
-        excuses (:func:`~vescale_ray.controller.worker_group.starvation.excused`). Call this method before ending a silent worker.
-        """
+        excuses (:func:`~vescale_ray.controller.worker_group.starvation.excused`). Call this method before ending a silent worker."""
         return excused(self.members, workers, self._supervisor.starved, self._call_s)
 
     # ------------------------------------------------------------------------------------------------------------ orders
@@ -261,8 +257,7 @@ class WorkerGroup:
         return refused
 
     def ask(self, workers: Sequence[str], ticket: Ticket, flags: int) -> bool:
-        """Have one of ``workers`` carry ``flags`` into the next step, where all ranks see them. Returns False if no worker has accepted
-        them.
+        """Have one of ``workers`` carry ``flags`` into the next step, where all ranks see them. Return False if none accepts them.
 
         Tries two workers, for :data:`ASK_S` each. Those that owe no answer come first, because a stopped worker would not answer.
         """

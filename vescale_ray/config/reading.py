@@ -206,8 +206,7 @@ def _unknown(key: str, known: Mapping[str, FieldInfo]) -> str:
     """Return one line for an unknown key, with the known key that is probably meant.
 
     That is our name for a key of another trainer, or the nearest key. Keys are compared by their last word, in this section and in others,
-    and as a whole.
-    """
+    and as a whole."""
     section, _, leaf = key.rpartition(".")
     holder = ".".join(key.split(".")[:2])
     if holder in known and holder != key:

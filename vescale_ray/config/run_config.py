@@ -84,8 +84,7 @@ class RunConfig(Section):
 
     def whole(self, workers: int) -> int:
         """Return the most of ``workers`` workers that can train together: those of whole replicas, or whole groups that share the
-        experts.
-        """
+        experts."""
         return self.grid(workers).size
 
     @property
@@ -220,8 +219,7 @@ def _misfits_of_sharding(c: RunConfig) -> Iterator[str]:
 
 def _misfits_of_experts(c: RunConfig) -> Iterator[str]:
     """Yield an error for each option that excludes ``train.expert_parallel``. Whether the number divides the experts is checked with the
-    model.
-    """
+    model."""
     key = f"train.expert_parallel = {c.train.expert_parallel}"
     if c.train.expert_parallel == 1:
         return

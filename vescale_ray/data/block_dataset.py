@@ -236,8 +236,7 @@ Block = list[tuple[int, int]]
 
 def _blocks(files: Sequence[TokenFile], least: int) -> list[Block]:
     """Cut the parts of all files, in order, into blocks of at least ``least`` tokens. A block ends with its file if the file does not allow
-    joining.
-    """
+    joining."""
     blocks: list[Block] = []
     current: Block = []
     total = 0

@@ -100,8 +100,7 @@ class BlockOrder:
 
     def _window_ids(self, epoch: _Epoch, window: int, size: int) -> Ids:
         """Return the ids of a whole window. The last window is kept, since its permutation takes half a millisecond even for a single
-        batch.
-        """
+        batch."""
         if self._last is None or self._last[:2] != (epoch.key, window):
             places = permute(np.arange(size, dtype=np.uint64), size, part_key(epoch.key, window))
             self._last = epoch.key, window, self._ids_of(self._blocks_of(epoch, window), places)

@@ -124,8 +124,7 @@ def _counts(message: Mapping[str, Any]) -> bool:
 def _parsed(messages: Messages) -> tuple[Messages, list[str]]:
     """Parse the arguments of tool calls that are JSON text.
 
-    Returns the messages with the parsed arguments, and the original texts.
-    """
+    Returns the messages with the parsed arguments, and the original texts."""
     texts: list[str] = []
 
     def parsed(call: Any) -> Any:
@@ -236,8 +235,7 @@ class ChatTemplate:
 
     def _span(self, text: str, messages: Messages, tools: Any, turn: int) -> Span:
         """Return the range of the answer ``turn`` in ``text``. It begins behind the prompt that asks for the answer, and ends with the
-        turn.
-        """
+        turn."""
         before, prompted = (self._rendered(messages[:turn], tools, prompt)[0] for prompt in (False, True))
         through = self._rendered(messages[: turn + 1], tools)[0] if turn + 1 < len(messages) else text
         said = (messages[turn].get("content") or "").strip()
@@ -258,8 +256,7 @@ class ChatTemplate:
     def _changed_end(self, text: str, start: int, through: str, said: str) -> int:
         """Return the end of a turn in ``text``, if ``text`` renders the turn differently from ``through``; -1 if it can't be found.
 
-        ``through`` is the conversation rendered up to this turn. As its last turn, it may have a reasoning or another ending.
-        """
+        ``through`` is the conversation rendered up to this turn. As its last turn, it may have a reasoning or another ending."""
         for place in range(start, len(through)):
             if text.startswith(through[place:], start) and through[place:].rstrip().endswith(self._special):
                 return start + len(through) - place

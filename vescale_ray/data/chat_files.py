@@ -83,8 +83,7 @@ class ChatParquetFile(_ChatFile, ParquetFile):
 def _given(value: Any) -> Any:
     """Return the value without fields that are null.
 
-    All rows of a Parquet column have the same fields, so a row has nulls for fields that only other rows use.
-    """
+    All rows of a Parquet column have the same fields, so a row has nulls for fields that only other rows use."""
     if isinstance(value, dict):
         return {key: _given(one) for key, one in value.items() if one is not None}
     return [_given(one) for one in value] if isinstance(value, list) else value

@@ -83,8 +83,7 @@ class Dataset(Protocol):
     def read_ahead(self, order: Any, position: int) -> None:
         """Begin to read the data of the samples from ``position`` on. Returns at once.
 
-        ``order`` is a result of :meth:`order`.
-        """
+        ``order`` is a result of :meth:`order`."""
         ...
 
     def describe(self) -> dict[str, str | int | None]:

@@ -100,8 +100,7 @@ def _load_part(name: str, keys: SourceKeys, heldout: float, least: int | None = 
 
 def _reserve(sources: Sequence[Dataset], shares: Sequence[float], keys: SourceKeys) -> None:
     """Divide ``data.readahead_mb`` between the sources that are read in blocks. Each gets memory for two windows, and its share of the
-    rest.
-    """
+    rest."""
     blocks = [(source, share) for source, share in zip(sources, shares, strict=True) if isinstance(source, BlockDataset)]
     needed, memory = sum(source.needed for source, _ in blocks), keys.readahead_mb << 20
     if needed > memory:

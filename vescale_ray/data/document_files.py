@@ -86,8 +86,7 @@ class DocumentFile(ABC):
     def _keep_ends(self, first: int | None, known: bool = False) -> None:
         """If token ids already contain end tokens, add no others.
 
-        The caller may know that (``known``). Otherwise the part ``first`` shows it.
-        """
+        The caller may know that (``known``). Otherwise the part ``first`` shows it."""
         encoder = self.encoder
         if isinstance(encoder, IdEncoder) and encoder.end is not None and first is not None:
             if known or encoder.has_ends(self._documents(first)):
@@ -190,8 +189,7 @@ class ParquetFile(DocumentFile):
     def _footer_count(self, part: int, group: Any) -> int | None:
         """Return the number of tokens of a row group, if the footer tells it; else None.
 
-        It is the number of values that are not null. Parquet counts an empty list as a null value.
-        """
+        It is the number of values that are not null. Parquet counts an empty list as a null value."""
         if self.encoder.identity != "ids":
             return None
         chunk, described = group.column(self._leaf), self._metadata.schema.column(self._leaf)
@@ -231,8 +229,7 @@ class ArrowFile(DocumentFile):
     @staticmethod
     def _parts_of(file: DataFile) -> tuple[pa.Schema, list[int | None]]:
         """Return the schema, and the position of each batch. In the file format the positions are None, since the file's footer has
-        them.
-        """
+        them."""
         opened = file.opened()
         if file.read(0, min(6, file.size)) == b"ARROW1":
             reader = pa.ipc.open_file(opened)

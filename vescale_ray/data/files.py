@@ -197,8 +197,7 @@ def _entries(fs: Any, path: str) -> tuple[dict[str, Any], str]:
 def _named_folder(fs: Any, path: str) -> str:
     """Return the longest prefix of a glob that is an existing folder of exactly that name.
 
-    The name may contain signs of a glob: ``data/[2024] web``.
-    """
+    The name may contain signs of a glob: ``data/[2024] web``."""
     above, parts = "", path.split("/")[:-1]
     for end in range(1, len(parts) + 1):
         if is_glob(parts[end - 1]):

@@ -49,8 +49,7 @@ _STEP = 1 << 16
 class SourcePiece:
     """A part of a source file: a row group of Parquet, or the lines that begin in one chunk.
 
-    Chunk ``number`` has :attr:`Preparation.chunk` bytes.
-    """
+    Chunk ``number`` has :attr:`Preparation.chunk` bytes."""
 
     file: int
     number: int

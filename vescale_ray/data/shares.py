@@ -77,8 +77,7 @@ def _whole(weights: Sequence[float]) -> Ids:
 
 def _schedule(counts: Sequence[int]) -> npt.NDArray[np.intp]:
     """Return the source of each position of a period. Each position takes, of the samples that may come, the one with the nearest
-    deadline.
-    """
+    deadline."""
     period = sum(counts)
     schedule = np.empty(period, dtype=np.intp)
     waiting = [(0, source, 0) for source in range(len(counts))]

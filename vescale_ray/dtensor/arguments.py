@@ -69,8 +69,7 @@ def checked_spec(
 def compare_with_others(mesh: DeviceMesh, mine: tuple[Any, ...], fault: ValueError | None) -> None:
     """Raise on every rank of the mesh if one rank has a fault, the last of ``mine``, or if the ranks have different values.
 
-    One small gather per mesh dimension.
-    """
+    One small gather per mesh dimension."""
     me = tuple(mesh.get_coordinate() or ())
     known: dict[tuple[int, ...], Any] = {me: mine}
     for dim in range(mesh.ndim):

@@ -215,8 +215,7 @@ class RaggedAwareDTensor(DTensor):
         """Return the key of ``torch.compile``'s code cache, which all processes of the machine share on disk.
 
         Torch's key is the same on all ranks. Code for one rank's part would read beyond the end of another's, so this key adds the local
-        shape and the rank's coordinate.
-        """
+        shape and the rank's coordinate."""
         local, here, base = self._local_tensor, self.device_mesh.get_coordinate(), super()._stable_hash_for_caching()
         text = f"{type(self).__name__} {base} {tuple(local.shape)} {local.stride()} {local.dtype} {here}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

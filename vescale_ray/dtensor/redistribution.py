@@ -135,8 +135,7 @@ def _steps(local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placem
 
 def contribution(value: torch.Tensor, mesh: DeviceMesh, placements: Placements, dims: Sequence[int]) -> torch.Tensor:
     """Return this rank's contribution to ``value``, which all ranks have. Reduced over mesh dimensions ``dims``, the contributions give
-    ``value``.
-    """
+    ``value``."""
     for dim in dims:
         if mesh.get_local_rank(dim) != 0 or placements[dim].reduce_op == "avg":  # type: ignore[attr-defined]
             value = _neutral(value, placements[dim], value)

@@ -127,9 +127,7 @@ class LocalSharding:
         self._specs.setdefault(spec.tensor_meta.dtype, spec)
 
     def interval(self) -> tuple[int, int]:
-        """Return the flat elements ``[start, end)`` of the whole tensor that this rank holds; raises ValueError if they are not an
-        interval.
-        """
+        """Return this rank's flat elements ``[start, end)`` of the whole tensor. Raises ValueError if they are not an interval."""
         if self._interval is None:
             offsets, part, shape = self.offsets, self.section, self.shape
             cut = next((d for d in reversed(range(len(shape))) if part[d] != shape[d]), 0)
@@ -148,9 +146,7 @@ class LocalSharding:
         return [i for i, p in enumerate(self.placements) if i == self.mesh_dim or p.is_shard()]
 
     def reduced_spec(self, partial: Placement, shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
-        """Return the spec of a reduction over all elements: ``partial`` on the mesh dimensions that distribute them, the others
-        unchanged.
-        """
+        """Return the spec of a reduction over all elements: ``partial`` on the mesh dimensions that distribute them."""
         key = (partial, tuple(shape), dtype)
         found = self._reduced.get(key)
         if found is None:
@@ -178,8 +174,7 @@ class LocalSharding:
         return self._views[key]
 
     def resized(self, shape: Sequence[int], gone: Sequence[int] = ()) -> LocalSharding:
-        """Return the layout of a tensor with the same merged dimensions and other inner dimensions. It has the same units, with another
-        size.
+        """Return the layout of a tensor with other inner dimensions. It has as many units, of another size.
 
         ``gone``: dimensions of this shape that the new one lacks; no placement cuts them.
         """
@@ -222,9 +217,7 @@ _LAYOUTS: WeakValueDictionary[object, LocalSharding] = WeakValueDictionary()
 
 
 def pending_spec(mesh: DeviceMesh, placements: Placements, shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
-    """Return the one spec of a reduction's result. Norms that can be stacked directly are then recognized by the identity of their
-    specs.
-    """
+    """Return the one spec of a reduction's result. Equal specs are one object, which shows that norms can be stacked directly."""
     shape = numbers(shape)
     key = (id(mesh), placements, shape, dtype)
     found = _PENDING.get(key)
@@ -305,8 +298,7 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 @lru_cache(maxsize=65536)
 def section(mesh_shape: Shape, placements: Placements, shape: Shape, coordinate: Shape) -> Box:
     """Return the offsets and sizes of the box that the Shard placements leave to a coordinate. They cut in mesh order, each one the box
-    that the earlier ones leave.
-    """
+    that the earlier ones leave."""
     offsets, sizes = [0] * len(shape), list(shape)
     for parts, placement, index in zip(mesh_shape, placements, coordinate, strict=True):
         if type(placement) is Shard:

@@ -172,8 +172,7 @@ def build(folder: HfFolder, dtype: torch.dtype = torch.float32) -> nn.Module:
 def use_no_cache(model: nn.Module) -> None:
     """Let the layers of transformers' ``model`` keep no keys.
 
-    With a cache, attention would reach beyond documents, and a recomputation would add its keys a second time.
-    """
+    With a cache, attention would reach beyond documents, and a recomputation would add its keys a second time."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "use_cache"):
@@ -212,8 +211,7 @@ def initialize(model: nn.Module, module: nn.Module, *, recurse: bool = True) -> 
 def buffer_values(model: nn.Module) -> dict[str, Tensor]:
     """Return the initial values of the buffers of ``model``, such as rotary tables, on the CPU. ``model`` is on the meta device.
 
-    For some buffers that the files hold, transformers has no value. They are NaN, or the least integer of their type.
-    """
+    For some buffers that the files hold, transformers has no value. They are NaN, or the least integer of their type."""
     values = {name: torch.empty_like(buffer, device="cpu") for name, buffer in model.named_buffers()}
     with torch.no_grad(), _in_place(model, values):
         for name in {name.rpartition(".")[0] for name in values}:
@@ -227,8 +225,7 @@ def buffer_values(model: nn.Module) -> dict[str, Tensor]:
 def _in_place(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
     """Within the block, give ``model`` the buffers ``values``, filled with NaN or the least integer.
 
-    The model's parameters stay on the meta device, where filling them does nothing.
-    """
+    The model's parameters stay on the meta device, where filling them does nothing."""
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in values}
     kept = {name: owner._buffers[name.rpartition(".")[2]] for name, owner in owners.items()}
     for name, value in values.items():

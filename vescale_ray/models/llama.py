@@ -186,8 +186,7 @@ class Llama(nn.Module):
 
     def flops_per_token(self, seq_len: int) -> int:
         """Return the operations of the matrix products for one token of a sequence of ``seq_len``: forward, and backward at twice the
-        cost.
-        """
+        cost."""
         c = self.config
         projections = c.dim * (2 * c.dim + 2 * c.kv_heads * c.head_dim)
         attention = 2 * seq_len * c.dim  # scores and weighted sums over all positions, masked ones included

@@ -71,8 +71,7 @@ def add_adapters(model: nn.Module, keys: LoraKeys) -> None:
 
 def _targets(keys: LoraKeys, model: nn.Module) -> list[str]:
     """Return the names of the layers that get adapters. ``all-linear`` is all linear layers but the head; peft takes experts and others,
-    too.
-    """
+    too."""
     if keys.targets != ALL_LINEAR:
         return list(keys.targets)
     head = getattr(model, "get_output_embeddings", lambda: None)()

@@ -285,8 +285,7 @@ class MoE(nn.Module):
 
     def flops_per_token(self, seq_len: int) -> int:
         """Return the operations of the matrix products for one token of a sequence of ``seq_len``: forward, and backward at twice the
-        cost.
-        """
+        cost."""
         c = self.config
         projections = 2 * c.dim * c.head_dim * (c.heads + c.kv_heads)
         attention = 2 * seq_len * c.heads * c.head_dim  # scores and weighted sums over all positions, masked ones included

@@ -74,8 +74,7 @@ def collective_time(size: float, group: int, hardware: Hardware, *, rank_bytes: 
 
 def exchange_time(size: float, group: int, hardware: Hardware) -> float:
     """Return the seconds of an all-to-all in which each of ``group`` neighbouring ranks sends ``size`` bytes in equal parts, one of them to
-    itself.
-    """
+    itself."""
     if group <= 1 or size <= 0:
         return 0.0
     inside = min(group, hardware.node)

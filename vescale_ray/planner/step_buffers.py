@@ -50,8 +50,7 @@ def check_staging(nbytes: int, ranks: int) -> None:
 
 def arrival_dtype(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients arrive: the compute dtype if each of its values is one of the reduce dtype, else the reduce
-    dtype.
-    """
+    dtype."""
     return compute if torch.promote_types(compute, reduce) == reduce else reduce
 
 

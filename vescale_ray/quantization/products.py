@@ -192,8 +192,7 @@ def _emulated(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
 
 def _on_gpu(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
     """Multiply on the GPU. cuBLASLt needs sizes in multiples of 16, and column-major scales; those of tiles are padded to multiples of four
-    along k.
-    """
+    along k."""
     m, n = a.codes.shape[0], b.codes.shape[0]
     a, b = _rounded(a), _rounded(b)
     one = F.ScalingType.BlockWise1x128

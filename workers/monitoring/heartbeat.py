@@ -165,8 +165,7 @@ def stacks() -> str:
 
 def starved_s(pid: int, thread: int) -> float:
     """Return the seconds in which a thread of this machine was runnable but had no processor, or its container had used up its quota. The
-    kernel calls this run delay. 0 if the kernel does not report it.
-    """
+    kernel calls this run delay. 0 if the kernel does not report it."""
     try:
         with open(f"/proc/{pid}/task/{thread}/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9
@@ -186,8 +185,7 @@ def offer_stacks() -> int:
 
 def take_stacks(pid: int, descriptor: int, wait_s: float) -> str:
     """Return the stacks of another process of this machine that called :func:`offer_stacks`. If there are none, the reason (the process is
-    stopped or gone).
-    """
+    stopped or gone)."""
     path = f"/proc/{pid}/fd/{descriptor}"
     if descriptor < 0:
         return "(this system cannot share the stacks with other processes)"

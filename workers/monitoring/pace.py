@@ -89,8 +89,7 @@ def spread(slots: int, per_slot: Sequence[float], per_round: float) -> tuple[int
 
 def seconds(shares: Sequence[int], per_slot: Sequence[float], per_round: float) -> float:
     """Return the seconds that a step's slots take. In each round, every rank with slots left computes one; the slowest of them ends the
-    round.
-    """
+    round."""
     return math.fsum(max(p for p, share in zip(per_slot, shares, strict=True) if share > turn) + per_round for turn in range(max(shares)))
 
 

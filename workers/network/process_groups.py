@@ -322,8 +322,7 @@ _FIRST_BYTES = 32 << 10
 
 def all_gather_bytes(payload: bytes, group: Any = None) -> list[bytes]:
     """Return every rank's ``payload``, in rank order. One collective suffices; payloads over 32 KiB need a second, padded to the
-    longest.
-    """
+    longest."""
     group = _group(group)
     heads = _all_gather(len(payload).to_bytes(8, "little") + payload[:_FIRST_BYTES], 8 + _FIRST_BYTES, group)
     lengths = [int.from_bytes(head[:8], "little") for head in heads]
@@ -360,8 +359,7 @@ def messages(group: Any = None) -> Messages:
 
 def _group(group: Any) -> Any:
     """Return the back end's own process group. Its methods also serve a transfer group; ``torch.distributed`` functions need a registered
-    group.
-    """
+    group."""
     return get_default_group() if group is None else group
 
 

@@ -45,8 +45,7 @@ def choose_interface(node: str) -> str | None:
 
 def group_address(node: str) -> str:
     """Return the address at which process groups reach this process: of gloo's interface, else of this machine's host name, else
-    ``node``.
-    """
+    ``node``."""
     wanted = os.environ.get(GLOO, "").split(",")[0].strip()
     if not wanted:
         return _named() or node

@@ -40,8 +40,7 @@ def replicas_suffice(nodes: Sequence[str], grid: RankGrid) -> bool:
 
 def unprotected(nodes: Sequence[str], grid: RankGrid, *, copies: bool) -> int:
     """Return the number of ranks, on these nodes, whose shards are in no other node's memory at a step's end. ``copies``: whether copies
-    are made.
-    """
+    are made."""
     if not copies:
         return len(nodes)
     if replicas_suffice(nodes, grid):

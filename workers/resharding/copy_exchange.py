@@ -150,8 +150,7 @@ class GenerationCopies:
 
     def copy_of(self, step: int) -> Slab | None:
         """Return the buffer of this rank's own copy of ``step``, retained for the caller; None if there is none. Waits for a copy in
-        progress.
-        """
+        progress."""
         for exchange in self.pending:
             if exchange.step == step and exchange.slot.own.copied is not None:
                 exchange.slot.own.copied.result()

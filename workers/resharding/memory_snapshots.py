@@ -101,8 +101,7 @@ class Snapshots:
 
     def shards(self, generation: int, step: int) -> list[Shards]:
         """Return the held shards of that state, by old rank; empty on a joiner. Copies are verified first, and damaged ones are left
-        out.
-        """
+        out."""
         found: dict[int, Shards] = {}
         for part in self._generations():
             if part.generation == generation:
@@ -186,8 +185,7 @@ class Snapshots:
 
     def stage(self, trainer: Trainer) -> Staged:
         """Return the live shards, copied for a checkpoint. If this step's copy exists it is shared; otherwise the shards go to a separate
-        buffer.
-        """
+        buffer."""
         current = self._current
         slab = current.copy_of(trainer.completed) if current is not None else None
         shared = slab is not None

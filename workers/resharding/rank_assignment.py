@@ -157,8 +157,7 @@ def staying(candidates: Sequence[str], held: Mapping[str, Sequence[int]], overla
 
 def _greedy(workers: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Overlap) -> dict[int, int]:
     """Return rows of ``workers`` by new rank. Ranks are assigned in the order of the size that a worker keeps, the largest first. Among
-    equals, the worker whose row is nearest to the rank gets it.
-    """
+    equals, the worker whose row is nearest to the rank gets it."""
     pairs = [(row, old) for row, worker in enumerate(workers) for old in set(held.get(worker, ()))]
     if not pairs:
         return {}

@@ -123,8 +123,7 @@ def _apart(participants: Sequence[Sequence[Strip]]) -> list[list[Strip]]:
 
 def _check_tiling(wanted: Sequence[Sequence[Strip]]) -> dict[_Key, tuple[tuple[int, ...], _Kinds]]:
     """Return the shape and dtypes of each tensor, after a check that its wanted strips cover it without gap or overlap. Replicas want equal
-    strips, which count once.
-    """
+    strips, which count once."""
     tensors: dict[_Key, tuple[tuple[int, ...], _Kinds]] = {}
     found: dict[_Key, list[tuple[int, int]]] = {}
     for strips in wanted:
@@ -182,8 +181,7 @@ def _moves(route: Route, held: _Owned, wants: _Owned) -> Iterator[Move]:
 
 def _side_by_side(moves: list[Move]) -> list[Move]:
     """Return the moves ordered by the bytes that their receiver got before, so that all receivers progress together. Routes come receiver
-    by receiver.
-    """
+    by receiver."""
     got: dict[int, int] = {}
     keyed = []
     for index, move in enumerate(moves):

@@ -65,8 +65,7 @@ class Parts:
 
 def outline_of(trainer: Trainer) -> Outline | None:
     """Return the inputs that ``trainer``'s engine plans from; None if the planner does not cut every tensor (a plain ``Shard``
-    placement).
-    """
+    placement)."""
     from vescale_ray.expert_parallel import experts_of
     from vescale_ray.fsdp.layouts.division import Cuts
     from vescale_ray.fsdp.units.schedule import unit_of

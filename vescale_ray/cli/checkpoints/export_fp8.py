@@ -88,8 +88,7 @@ def _readable(model: nn.Module, matrix: Callable[[str], bool]) -> set[str]:
     """Return the names of parameters that transformers reads in FP8.
 
     Args:
-        matrix: returns whether a parameter is wanted in FP8, and is stored in the files as matrices.
-    """
+        matrix: returns whether a parameter is wanted in FP8, and is stored in the files as matrices."""
     from torch import nn
 
     found: set[str] = set()
@@ -104,8 +103,7 @@ def _readable(model: nn.Module, matrix: Callable[[str], bool]) -> set[str]:
 
 def _modules_without(model: nn.Module, layout: FileLayout, taken: set[str]) -> tuple[str, ...]:
     """Return the modules with a matrix that is not in FP8, by their names in the files. A module without tensors in the files has its name
-    in the model.
-    """
+    in the model."""
     found: set[str] = set()
     in_files = {piece.name for piece in layout.pieces.values()}
     for file_name, piece in layout.pieces.items():

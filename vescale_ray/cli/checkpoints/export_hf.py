@@ -110,8 +110,7 @@ def export_hf(
 
 def _described(path: str, model: str | None) -> HfFolder | None:
     """Return the folder that describes the model: ``model``, or the copy in the folder of the run at PATH. None if the run trained no model
-    of ``model.hf``.
-    """
+    of ``model.hf``."""
     from vescale_ray.config import load_config
     from vescale_ray.models.hf import CONFIG, open_folder
 
@@ -207,8 +206,7 @@ def _files_of(
     folder: HfFolder, model: str | None, config: RunConfig | None, opened: Checkpoint, dtype: torch.dtype | None, fp8: bool
 ) -> _ModelFiles:
     """Describe the files of the model in ``folder``. ``config``: configuration of the run that trained it; ``model``: the option
-    ``--model``.
-    """
+    ``--model``."""
     from vescale_ray.checkpoint.huggingface_export import Computed
     from vescale_ray.checkpoint.huggingface_layout import file_layout, persistent_buffers, read_buffers
     from vescale_ray.models import lora

@@ -200,8 +200,7 @@ def _local_value(name: str, local: Tensor, sharding: LocalSharding, dtype: torch
 @lru_cache(maxsize=1024)
 def _result_dtype(name: str, of: torch.dtype, dtype: torch.dtype | None, order: float) -> torch.dtype:
     """Return the dtype of a reduction, computed from one element. For an empty tensor torch accepts arguments that it refuses otherwise,
-    and the ranks must raise together: a rank that went on would wait for the others.
-    """
+    and the ranks must raise together: a rank that went on would wait for the others."""
     return _KERNELS[name](torch.ones(1, dtype=of), [0], False, dtype, order).dtype
 
 

@@ -77,8 +77,7 @@ def protect(address: int, nbytes: int, protection: int) -> None:
 
 def _no_memory(what: str, nbytes: int, errno: int | None) -> MemoryError:
     """Return the error with its likely reason: the kernel limits a process's mappings (three to five per group here) even if memory is
-    free.
-    """
+    free."""
     try:
         with open("/proc/self/maps", "rb") as maps:  # read line by line: a process with much memory has many mappings
             used = sum(1 for _ in maps)
@@ -116,7 +115,6 @@ def libc() -> ctypes.CDLL:
 
 def malloc_keeps() -> int:
     """Return the bytes of unused memory that the process may keep: ``MALLOC_TRIM_THRESHOLD_``, which glibc reads for malloc, applies to the
-    address ranges, too. 0 if it is not set.
-    """
+    address ranges, too. 0 if it is not set."""
     value = os.environ.get("MALLOC_TRIM_THRESHOLD_", "")
     return int(value) if value.isdigit() else 0

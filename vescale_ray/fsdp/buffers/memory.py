@@ -129,8 +129,7 @@ class Buffer:
 
     def resident(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the permanent part as a 1-D tensor, initially zero. It shares only the memory with the buffer's other tensors. While it
-        lives, the addresses of the whole buffer stay reserved.
-        """
+        lives, the addresses of the whole buffer stay reserved."""
         assert self._range is not None
         start, end = self.stays
         with torch.inference_mode(False):
@@ -233,8 +232,7 @@ class Pool:
 
     def expect(self, nbytes: int, user: object, stays: tuple[int, int] = NOWHERE) -> None:
         """Announce that ``user`` needs buffers of this size and resident part while it lives. If a size has a single user, the pool frees
-        its memory after each use.
-        """
+        its memory after each use."""
         self._users[nbytes, stays].add(user)
 
     def keep_apart(self, *nbytes: int) -> None:
@@ -312,8 +310,7 @@ class Pool:
 
     def lend(self, buffer: Buffer, event: Any) -> None:
         """Return a scratch buffer before its last use, which ends with ``event`` of an accelerator's stream. The next user of its memory
-        waits for it.
-        """
+        waits for it."""
         self.freed.add(buffer.addresses, event)
         self._take_back(buffer)
 
@@ -370,8 +367,7 @@ class Pool:
 
     def bytes_held(self, least: int = 0) -> int:
         """Return the bytes of all buffers of at least ``least`` bytes that have memory, in use or kept. Permanent parts and new memory that
-        is still to be written (up to a huge page) don't count.
-        """
+        is still to be written (up to a huge page) don't count."""
         keys = [key for key in self._keys() if key[0] >= least]
         return sum(_moving(key) * sum(self._count(key)) - sum(b.unwritten for b in self._lent[key]) for key in keys)
 

@@ -31,8 +31,7 @@ def set_text(storage: torch.UntypedStorage, text: str) -> None:
 
 def _extra_meta(new: Callable[[int], int], text: bytes) -> int:
     """Return the address of a new ``StorageExtraMeta``. libstdc++ lays it out as five words: address, length and capacity of the text, one
-    that long texts do not use, and whether there is a text.
-    """
+    that long texts do not use, and whether there is a text."""
     characters = new(len(text) + 1)
     ctypes.memmove(characters, text + b"\0", len(text) + 1)
     address = new(40)

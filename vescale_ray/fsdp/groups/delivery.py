@@ -77,8 +77,7 @@ class Delivery:
     def uses(self) -> tuple[list[Use], bool]:
         """Return this rank's :class:`Use` of each parameter since the last exchange of uses.
 
-        Also returns whether the set of frozen parameters has changed since the last call.
-        """
+        Also returns whether the set of frozen parameters has changed since the last call."""
         before, self._frozen = self._frozen, {index for index in range(len(self.params)) if not self.expects(index)}
         uses = [Use.FROZEN if i in self._frozen else Use.USED if i in self._used else Use.UNUSED for i in range(len(self.params))]
         return uses, before is not None and before != self._frozen

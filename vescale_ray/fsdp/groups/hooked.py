@@ -121,8 +121,7 @@ class HookedGroup(ParameterGroup):
 
     def _own(self, value: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows. ``torch.chunk`` cuts them, because such tensor classes support it; NF4 can't be sliced from the
-        middle.
-        """
+        middle."""
         chunks = torch.chunk(value, self.place.world)
         return chunks[self.place.rank] if self.place.rank < len(chunks) else value.narrow(0, value.shape[0], 0)
 

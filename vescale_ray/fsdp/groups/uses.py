@@ -133,8 +133,7 @@ class _Question:
     def answer(self, lane: Lane) -> list[Any]:
         """Return, for each parameter of the listed groups, whether any rank used it.
 
-        Waits for the other ranks only if this rank may get a gradient that it has not computed itself.
-        """
+        Waits for the other ranks only if this rank may get a gradient that it has not computed itself."""
         return self._own if self._bytes is None or self._complete else self.verify(lane)
 
     def verify(self, lane: Lane) -> list[int]:

@@ -58,8 +58,7 @@ class Division(Protocol):
 
     def ranges(self, name: str) -> tuple[tuple[int, int], ...]:
         """Return the flat elements ``[start, end)`` of each rank if the tensor is divided along its first dimensions, else counts from 0
-        on.
-        """
+        on."""
         ...
 
 

@@ -169,8 +169,7 @@ class Place:
 
     def spec(self, own: Placement, shape: tuple[int, ...], dtype: torch.dtype, parallel: Parallel | None) -> DTensorSpec:
         """Return the spec of a sharded parameter: ``own`` on the data-parallel mesh, with the placements of tensor or expert
-        parallelism.
-        """
+        parallelism."""
         ragged = isinstance(own, RaggedShard)
         if parallel is not None and isinstance(own, Shard) and (split := parallel.parts_along(own.dim)) > 1:
             own = StridedShard(own.dim, split_factor=split)  # it comes first in the mesh, but cuts the part that the others leave
@@ -281,8 +280,7 @@ class GroupParam:
 
     def lost_data(self) -> bool:
         """Return True if ``.data`` of torch's DTensor was assigned since the last call. Such an assignment does not change the local
-        tensor.
-        """
+        tensor."""
         if self.outer is outer_of(self.sharded) or self.moved:
             return False
         self.sharded.data = as_dtensor(self.kept, self.spec)  # a storage of its own again
@@ -328,8 +326,7 @@ class GroupParam:
 
 def sharded_parameter(local: torch.Tensor, spec: DTensorSpec, like: nn.Parameter) -> nn.Parameter:
     """Return a sharded parameter on ``local``, which it shares with its version counter. It is trained if ``like`` is, and has its
-    marks.
-    """
+    marks."""
     sharded = nn.Parameter(as_dtensor(local, spec), requires_grad=like.requires_grad)
     sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter detached it, and with it the version counter
     copy_marks(like, sharded)
@@ -386,8 +383,7 @@ def is_view_of(param: nn.Parameter, flat: torch.Tensor) -> bool:
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Return ``local`` as a RaggedDTensor for a ragged placement, else as torch's DTensor. It is built as ``torch.compile`` builds its
-    traced stand-in, since both must start at the same offset.
-    """
+    traced stand-in, since both must start at the same offset."""
     if any(isinstance(placement, RaggedShard) for placement in spec.placements):
         return RaggedDTensor.from_spec(local, spec)
     return DTensor(local, spec, requires_grad=False)

@@ -175,8 +175,7 @@ def _whole(mesh: DeviceMesh, names: Dims, rest: Dims, shard: Dims) -> DeviceMesh
 
 def data_parallel_part(mesh: DeviceMesh, replicate: Dims, shard: Dims) -> DeviceMesh:
     """Return the mesh (shard,) or (replicate, shard) of some dimensions of ``mesh``, derived by torch. The ranks outside create the same
-    groups at the same time, and every rank must know all of them.
-    """
+    groups at the same time, and every rank must know all of them."""
     if not replicate:
         return _flattened(mesh, shard)
     replicas = _flattened(mesh, replicate)

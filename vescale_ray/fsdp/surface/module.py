@@ -232,8 +232,7 @@ class FSDPModule(ChangesParameters, Figures, FinalizesBackward, ReducesGradients
 
 def _empty(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     """Return a fast ``torch.empty_like(tensor, device=device)``: for a local part on the meta device torch decomposes the call in Python,
-    which takes ten times as long.
-    """
+    which takes ten times as long."""
     if device is None or not isinstance(tensor, RaggedDTensor) or not tensor._local_tensor.is_meta:
         return torch.empty_like(tensor, device=device)
     local = tensor._local_tensor

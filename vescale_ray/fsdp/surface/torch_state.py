@@ -134,8 +134,7 @@ class State:
 
     def replaced(self, method: str) -> Callable[[], None] | None:
         """Return a function that runs the replacement that other code (torch's ``FSDPMemTracker``) put in place of a group's method, or
-        None.
-        """
+        None."""
         if not any(method in group.__dict__ for group in self._fsdp_param_groups):
             return None
 

@@ -70,8 +70,7 @@ class _Content:
 
 def _changes(before: dict[Any, Any], after: dict[Any, Any], own: dict[int, Any]) -> tuple[dict[Any, Any], list[Any]]:
     """Return the entries that are new in ``after``, with the caller's objects (``own``) in place of their copies, and the keys that it
-    lacks.
-    """
+    lacks."""
     replaced = {key: own.get(id(value), value) for key, value in after.items() if key not in before or value is not before[key]}
     return replaced, [key for key in before if key not in after]
 

@@ -66,8 +66,7 @@ class ParamShape:
     def quantizable(self) -> bool:
         """Return whether the run's policy gives the tensor an FP8 format.
 
-        Without a policy, matrices and stacks of matrices have one, except those with a name in :data:`UNQUANTIZED`.
-        """
+        Without a policy, matrices and stacks of matrices have one, except those with a name in :data:`UNQUANTIZED`."""
         if self.policy is not None:
             return self.policy
         kept = any(fnmatch.fnmatchcase(f".{self.name}", pattern) for pattern in UNQUANTIZED)
