@@ -312,9 +312,7 @@ class Supervisor:
 
     def station(self, worker: str, node: str) -> None:
         """Keep an agent on ``node``, where ``worker`` is, unless it is the supervisor's own. The agent ends with the last worker there.
-
-        Ray counts a node with any process as in use. If the agent stayed, Ray's autoscaler would never end the node, and a draining node
-        would stay until its deadline."""
+        Ray counts a node with any process as in use: its autoscaler would never end it, and a draining node would stay to its deadline."""
         with self._lock:
             child = self._children.get(worker)
             if child is not None:
