@@ -114,11 +114,11 @@ class Dismissal(StrEnum):
     """Result of ending a worker."""
 
     ENDED = "ended"
-    """It was sent SIGKILL, or, if its process is not known, Ray ends it."""
+    """The process was sent SIGKILL. If the process is not known, Ray ends it."""
     GONE = "gone"
-    """Its process had ended before."""
+    """The process had ended before."""
     UNKNOWN = "unknown"
-    """Its node does not answer."""
+    """The worker's node does not answer."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ _LEFT: Mapping[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
-"""Part of the way from the lowest to the highest rate that is left after a part of the decay."""
+"""Remaining fraction of the difference between the highest and the lowest rate, by form of the decay and decayed fraction of the steps."""
 
 
 def lr_at(step: int, train: ScheduleConfig) -> float:

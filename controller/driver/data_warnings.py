@@ -13,7 +13,7 @@ _SPLITS = {
     split: re.compile(rf"(^|[-._ /0-9])({words})([-._ /0-9]|$)", re.IGNORECASE)
     for split, words in (("train", "train|training"), ("validation", "validation|valid|val|dev"), ("test", "test|testing|eval|evaluation"))
 }
-"""Words in the names of files by which the package datasets tells splits."""
+"""Words in file names by which the package ``datasets`` recognizes splits."""
 _MASKS = frozenset({"labels", "loss_mask", "completion_mask", "assistant_masks"})
 """Columns in which other programs mark the tokens to learn."""
 

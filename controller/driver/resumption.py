@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 _FUNCTION = {"llama": ("heads", "kv_heads", "rope_theta"), "hf": ("lora.alpha",), "factory": ("factory", "args")}
-"""Keys of ``model`` that no shape of a parameter shows, by the sort of the model."""
+"""Keys of ``model`` that may change what a model computes without changing a shape, by kind of model."""
 _ASIDE = ("dtype", "torch_dtype", "transformers_version", "architectures", "_name_or_path", "use_cache", "auto_map")
 """Keys of transformers' config.json that do not change what a model computes in training."""
 

@@ -44,7 +44,7 @@ DEVICE_MEMORY = {
     "peak_allocated": "Most memory of the rank's accelerator that tensors have held.",
     "capacity": "Memory that the rank's accelerator has.",
 }
-"""One family for each."""
+"""Kinds of device memory. Each has a metric family of its own."""
 
 
 class _Given:

@@ -20,7 +20,7 @@ LATE_HALF_S = 3.0
 DEATH_S = 1.0
 """A worker that was killed counts as dead after this long, whether Ray has said so or not."""
 GONE_S = 3.0
-"""The same for a worker whose process had already ended. Ray may still say that its node was lost, which is no failure of the worker."""
+"""A worker whose process had already ended counts as dead after this long. Ray may still report that its node was lost."""
 
 
 @dataclass

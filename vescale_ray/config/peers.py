@@ -73,7 +73,7 @@ _NAMES = {
 
 
 OURS = {name: ours for ours, names in _NAMES.items() for name in names.split()}
-"""The key of this project, by the name of another's: with its section where it means something else in others."""
+"""Keys of this project, by the names of other trainers' keys. A name with several meanings includes its section."""
 
 
 def our_key(key: str) -> str | None:

@@ -18,7 +18,7 @@ from vescale_ray.config.run_config import RunConfig
 from vescale_ray.config.sections import ConfigError
 
 _SHOWN = 4
-"""Most wrong keys of a file in an error. One of another trainer has many."""
+"""Most wrong keys that an error names. A job file of another trainer has many."""
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:

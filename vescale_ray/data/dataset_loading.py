@@ -45,9 +45,9 @@ FORMATS = {
 _COMPRESSED = frozenset({".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4", ".tar", ".tgz"})
 _BINARY = frozenset({".npz", ".pt", ".pkl", ".safetensors", ".orc", ".avro"})
 _NO_TEXT = _BINARY | {".json", ".csv", ".tsv"}
-"""Suffixes of files that can be read as text, but are hardly meant so."""
+"""Suffixes of files that are probably not meant to be read as plain text, although they could be."""
 _HEAD = 8000
-"""Bytes of a file of text in which there is no zero. Git tells text by the same."""
+"""First bytes of a file that are searched for a zero byte. A text file has none there; Git uses the same rule."""
 T = TypeVar("T")
 _OPENERS = 16
 """Threads that open the files of an object store, whose footers take two requests each."""

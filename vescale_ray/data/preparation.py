@@ -36,7 +36,7 @@ from vescale_ray.errors import BadInput
 COLUMN = "input_ids"
 """Column of the output."""
 PLAN = "_prepare.json"
-"""File beside the output with what determines it."""
+"""Name of the file beside the output that records the plan."""
 FILE_BYTES = 64 << 20
 """Bytes of text of an output file, unless their number is given."""
 _SLICE = 4096

@@ -47,7 +47,7 @@ SMALL_FILES = (
 _FOREIGN = r"pytorch_model.*\.bin|(consolidated|model|tf_model|flax_model).*\.(pt|pth|ckpt|h5|msgpack)|.*\.gguf"
 """Names of weights in other formats than safetensors."""
 _TEMPLATES = "additional_chat_templates"
-"""Folder of the chat templates for tools and others."""
+"""Folder of additional chat templates, such as the one for tools."""
 
 
 @dataclass(frozen=True)

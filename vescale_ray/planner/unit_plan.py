@@ -35,7 +35,7 @@ GOAL = 0.03
 """Padding above which a lever is worth its cost, as a fraction of the parameters."""
 
 CODED_GOAL = 0.01
-"""The same of tensors that are gathered as FP8 codes: less than for others, since the point of FP8 is to send less."""
+""":data:`GOAL` for tensors that are gathered as FP8 codes. It is lower, since the purpose of FP8 is to send less."""
 CODES = torch.float8_e4m3fn
 
 Buffers = Literal["one", "per block"]
