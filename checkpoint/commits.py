@@ -387,7 +387,7 @@ def _extents(
     held: Mapping[tuple[str, str], list[tuple[int, int, int, int]]],
     world: int,
 ) -> Extents:
-    """Return the pieces as intervals of the group's index space. Pieces that are adjacent there and in the object are merged."""
+    """Return the pieces as intervals of the group's index space. Pieces that are adjacent in that space and in the object are merged."""
     size = dtype.itemsize
     of_rank: list[list[Extent]] = [[] for _ in range(world)]
     for name in names:

@@ -23,7 +23,7 @@ _COMPARED = 1 << 22
 
 
 class _Views(TorchFunctionMode):
-    """Keep results as views of their arguments: no copy is contiguous memory of its own."""
+    """Keep results as views of their arguments, so that no result is a copy in other memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func in (Tensor.contiguous, Tensor.clone, torch.clone):

@@ -17,11 +17,11 @@ from vescale_ray.workers.messages import Ticket
 
 
 class LoopAction:
-    """An action of this module."""
+    """Base class of this module's actions."""
 
 
 class Question(LoopAction):
-    """An action with an answer."""
+    """Base class of actions that have an answer."""
 
 
 Action = LoopAction | Event | Probe
@@ -163,7 +163,7 @@ class Note(LoopAction):
 
 @dataclass(frozen=True)
 class Spend(LoopAction):
-    """Replace the failure budget."""
+    """Replace the failure budget by one that counts further failures."""
 
     budget: Budget
 

@@ -192,8 +192,10 @@ class Controller:
         return (self._told,)
 
     def _conduct(self, supervisor: Any, config: RunConfig, store: StateStore, state: DurableState, again: bool) -> None:
-        """The run's thread. Another thread looks up the newest checkpoint, because that imports torch, which takes seconds. A restarted
-        controller watches the workers and takes commands meanwhile."""
+        """Run the control loop, in the run's thread.
+
+        Another thread looks up the newest checkpoint, because that imports torch, which takes seconds. Meanwhile a restarted controller
+        watches the workers and takes commands."""
         spec, log, publisher = self._spec, self._log, self._publisher
         committer: Committer | None = None
 

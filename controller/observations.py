@@ -17,8 +17,10 @@ from vescale_ray.workers.messages import Ticket, WorkerFault, WorkerInfo, Worker
 
 
 class WorkersView(Protocol):
-    """The workers as a policy may see them. ``worker_group.WorkerGroup`` answers, and changes only between two transitions. (A copy of ten
-    thousand workers would take 10 ms of each round.)"""
+    """The workers as a policy may see them.
+
+    ``worker_group.WorkerGroup`` implements it, and changes only between two transitions. (A copy of ten thousand workers would take 10 ms
+    of each round.)"""
 
     @property
     def hiring(self) -> int: ...

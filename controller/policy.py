@@ -42,8 +42,14 @@ def next_members(
 
 @dataclass(frozen=True)
 class Staffing:
-    """Changes of staff while a generation runs. ``hire``: workers to hire; ``spares``: spares to hire besides where there is room;
-    ``dismiss``: newest workers outside to dismiss; ``regroup``: ask the generation to stop at the next boundary, to form anew."""
+    """Changes of staff while a generation runs.
+
+    Attributes:
+        hire: workers to hire.
+        spares: further spares to hire, as far as places are free.
+        dismiss: newest workers outside the generation to dismiss.
+        regroup: ask the generation to stop at the next boundary, so that another one forms.
+    """
 
     hire: int = 0
     spares: int = 0
@@ -169,8 +175,9 @@ def choose_source(
 
 
 def owners_of(world: World | None, resume: Resume) -> list[tuple[str, ...]]:
-    """By shard of the state ``resume``, the workers that trained with it, one in each replica; empty if ``world`` is another
-    generation."""
+    """Return, for each shard of the state ``resume``, the workers that trained with it, one in each replica.
+
+    The result is empty if ``world`` is another generation."""
     if world is None or world.ticket.generation != resume.generation or world.size < resume.world:
         return []
     grid = RankGrid(world.size // resume.world, resume.world)

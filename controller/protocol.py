@@ -33,7 +33,7 @@ class Event:
 
 
 class RequestRefused(ValueError):
-    """A command to a running run can't be carried out; the message is one line. The run goes on as it was."""
+    """A command to a running run can't be carried out; the message is one line. The run continues unchanged."""
 
 
 class RunState(StrEnum):

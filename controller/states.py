@@ -88,7 +88,8 @@ class Recovering:
 
     Attributes:
         waited: the time to wait for workers is over.
-        unreached: time since which the checkpoints' storage has been out of reach while no worker holds a state; None: it is not.
+        unreached: time since which the checkpoints' storage has been out of reach while no worker holds a state; None: it is in reach, or
+            was not asked.
         until: the wait for standbys, which take the places of lost workers, ends at this time; None: none were hired yet.
     """
 

@@ -85,7 +85,7 @@ def _described(event: Record) -> tuple[str, float | None] | None:
 
 
 def number_or_none(value: Any) -> float | None:
-    """Return the value as a number, and None as it is."""
+    """Return the value as a number; None stays None."""
     return None if value is None else float(value)
 
 

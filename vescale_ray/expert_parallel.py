@@ -169,7 +169,7 @@ class _ParallelForward(ABC):
         """Compute ``rows`` by this rank's experts, those of ``local``."""
 
     def _local(self) -> Any:
-        """Return the module with this rank's experts as plain tensors, for one call. The module itself stays as it is."""
+        """Return a stand-in for the module that holds this rank's experts as plain tensors, for one call. The module does not change."""
         local = object.__new__(self.kind)
         held = self.module._parameters.items()
         plain = {name: parameter if parameter is None else parameter.to_local() for name, parameter in held}

@@ -53,7 +53,7 @@ def goes_with(path: str | os.PathLike[str]) -> str | None:
 
 
 def check_lasting(what: str, path: str | os.PathLike[str], remedy: str = REMEDY) -> None:
-    """Raise NotLasting for a folder in a package or session of Ray, and BadInput for a path that does not mean what it says.
+    """Raise NotLasting for a folder in a package or session of Ray, and BadInput for a path that most likely means another folder.
 
     Args:
         what: the setting that names the folder, for the message.

@@ -14,7 +14,7 @@ ROWS = 10_000
 
 
 def to_parquet(folder: RunFolder, out: Path) -> int:
-    """Write each line of metrics.jsonl as a row; return their number. The file is complete, or not there.
+    """Write each line of metrics.jsonl as a row, and return the number of rows. The file appears only once it is complete.
 
     A nested field becomes a column for each of its keys (``waited_seconds.step_end``); values by rank become a list. A step that was
     executed again after a rollback has a row for each time.

@@ -153,7 +153,7 @@ class Membership:
                 trainer.close()
 
     def fill(self, trainer: Trainer) -> tuple[ReshardReport | None, int]:
-        """Load the new trainer's values. Returns the report of the move, if there was one, and the bytes read from a checkpoint."""
+        """Load the new trainer's values. Return the report of the move, if shards were moved, and the bytes read from a checkpoint."""
         order, moved, read_bytes = self._order, None, 0
         if order.origin is Origin.MEMORY:
             moved, self._closing = move(order, trainer, self._snapshots, self._state, self._config.elastic.collective_timeout_s)

@@ -222,8 +222,10 @@ class NextModel:
         """A model that is slow to build; the blanks are copies of it."""
 
     def prepare(self) -> Blank | None:
-        """Build the blank, if there is none, and return it; :meth:`take` still gives it away. Never raises: it returns None, and the
-        generation that needs the model meets the error again, and reports it."""
+        """Build the blank, if there is none, and return it. :meth:`take` still gives it away.
+
+        This method never raises. It returns None on an error, and the generation that needs the model meets the error again and reports it.
+        """
         if self._ready is not None:
             return self._ready
         try:

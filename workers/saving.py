@@ -90,7 +90,8 @@ class Writer:
                 job.cancelled = True
 
     def save_held(self, order: Save, ticket: Ticket, worker: str, snapshots: Snapshots) -> None:
-        """Write the shards that ``worker`` holds and the order names, in the calling thread. Training goes on even if a write fails.
+        """Write the shards that the order names from those that ``worker`` holds, in the calling thread. Training continues even if a write
+        fails.
 
         Args:
             ticket: the worker's last generation, which the votes name.

@@ -26,7 +26,7 @@ class Seconds(NamedTuple):
 
 
 class RankSeconds(NamedTuple):
-    """:class:`Seconds` of all ranks."""
+    """The values of :class:`Seconds` of all ranks, by rank."""
 
     whole: tuple[float, ...]
     loop: tuple[float, ...]

@@ -238,7 +238,7 @@ class Trainer:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Forwards inside have no gradients and no dropout, on parameters that are sharded again afterwards. Collective.
+        """Within the block, forwards have no gradients and no dropout. Afterwards the parameters are sharded again. Collective.
 
         Raises:
             RuntimeError: a collective was aborted.

@@ -155,7 +155,7 @@ class WorkerState:
                     connections.cut()
 
     def hold(self, call: int) -> None:
-        """Block until a later call, so that only the newest controller holds one. There is no time limit."""
+        """Block until a later call of this method, so that only the newest controller has a pending call. There is no time limit."""
         with self._change:
             self._lifeline = call
             self._change.notify_all()

@@ -90,7 +90,7 @@ class Archives:
 
 
 class DcpFiles(Archives):
-    """A folder that ``torch.distributed.checkpoint.save`` wrote.
+    """The files of a checkpoint that ``torch.distributed.checkpoint.save`` wrote.
 
     Attributes:
         tensors: tensors by DCP's flat key. objects: archives of the other values, by key. paths: ``{key: path in the nested state dict}``.

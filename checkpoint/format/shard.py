@@ -40,7 +40,8 @@ STAGED_CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True, eq=False)
 class Vote:
-    """A rank's statement that its object is durable, with each piece's place in it. It is small, and goes to the process that commits."""
+    """A rank's statement that its object is durable, with each piece's place in the object. A vote is small, and is sent to the process
+    that commits."""
 
     attempt: str
     rank: int

@@ -256,7 +256,7 @@ def _grid(shape: Shape, tiling: Tiling) -> _Grid:
 
 
 def rows_of(shape: Shape, order: Tiling, held: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Intervals of an order as intervals by rows, in the order of ``held``."""
+    """Return intervals of an order as row-order intervals, in the order of ``held``."""
     for start, end in held:
         first, length, _ = order.by_rows(shape, start, end)
         yield from zip(first.tolist(), (first + length).tolist(), strict=True)

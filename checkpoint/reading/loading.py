@@ -271,7 +271,7 @@ def _agreed(where: str, holder: Holder, among: Set[Pair], flat: FlatState, choic
 
 
 def check_filled(flat: FlatState, there: Mapping[Pair, Pair], models: list[nn.Module]) -> None:
-    """Raises ValueError, with their names, if tensors of ``models`` are on the meta device and not in ``there``."""
+    """Raise ValueError if tensors of ``models`` are on the meta device and not in ``there``. The message has their names."""
     empty = [name for (name, kind), tensor in flat.tensors.items() if tensor.is_meta and (name, kind) not in there]
     known = {id(tensor) for tensor in flat.tensors.values()}
     empty += [name for model in models for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) not in known]

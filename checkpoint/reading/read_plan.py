@@ -96,7 +96,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """A plan of reads.
+    """A plan of the reads that fill the requested ranges.
 
     Attributes:
         needed: bytes requested.

@@ -131,7 +131,7 @@ class Accord:
             return f"{step}.{self._shared.add(_counter(step, self.rank), 1)}"
 
     def tell(self, key: str, word: Word) -> None:
-        """Report why this rank takes no part, without waiting for the others. On rank 0 it becomes the verdict."""
+        """Report why this rank takes no part, without waiting for the other ranks. On rank 0 the report becomes the verdict."""
         if self._store is None:
             return
         with _answering(key):

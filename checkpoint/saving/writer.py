@@ -257,7 +257,7 @@ class SaveWriter:
         return job.vote
 
     def _name(self, job: SaveJob) -> tuple[str, int]:
-        """Return the name and epoch of a new attempt, on rank 0."""
+        """Return the name and the epoch of a new attempt, on rank 0."""
         listed = newest_order(self._store)
         if listed is not None and self._committed is not None and listed > self._committed and listed not in self._tried:
             _log.warning(

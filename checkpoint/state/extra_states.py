@@ -61,7 +61,7 @@ def choose_extra_states(where: str, flat: FlatState, holder: Saved, choice: Tens
 
 
 def _fit(name: str, flat: FlatState, shape: tuple[int, ...], dtype: torch.dtype, filled: set[int]) -> None:
-    """Give the extra state a tensor of the stored shape and dtype, unless it is sharded. ``filled``: ids of those of other modules."""
+    """Give the extra state a tensor of the stored shape and dtype, unless it is sharded. ``filled``: ids of other modules' extra states."""
     live = flat.tensors.get((name, "param"))
     if live is None or (not hasattr(live, "device_mesh") and ((live.shape, live.dtype) != (shape, dtype) or id(live) in filled)):
         live = flat.tensors[name, "param"] = torch.empty(shape, dtype=dtype, device=None if live is None else live.device)

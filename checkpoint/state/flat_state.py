@@ -58,7 +58,8 @@ class FlatState:
         self.tensors[name, kind] = tensor
 
     def add_state(self, name: str, kind: str, tensor: torch.Tensor, *, apart: bool) -> None:
-        """Add an optimizer state of the parameter called ``name``; ``apart``: as a tensor of its own, since its shape is another."""
+        """Add an optimizer state of the parameter called ``name``. ``apart``: store it as a separate tensor, since its shape differs from
+        the parameter's."""
         if apart:
             self.owners[f"{name}/{kind}"] = name, kind
         self.add(*((f"{name}/{kind}", "state") if apart else (name, kind)), tensor)

@@ -1,4 +1,4 @@
-"""Match wanted against stored tensors by name, shape and dtype; strictly, except as allowed."""
+"""Match wanted tensors with stored ones by name, shape and dtype. Differences are errors, unless the caller allows them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def match(
     cast: bool = False,
     models: Sequence[str] = (),
 ) -> dict[Pair, Pair]:
-    """Match the wanted pairs: ``{wanted pair: stored pair}`` of those that are stored.
+    """Match wanted pairs with stored ones. Return ``{wanted pair: stored pair}`` for the wanted pairs that are stored.
 
     Args:
         where: description of the holder of ``tensors`` and ``aliases``, for the message.
@@ -94,7 +94,7 @@ def match(
 
 
 def _prefixed(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
-    """Return the remedy if all missing names are the unexpected ones with another beginning, as ``module.`` of DDP."""
+    """Return the remedy if all missing names equal unexpected names except for the beginning, such as ``module.`` of DDP."""
     for here, there, longer in ((missing, unexpected, False), (unexpected, missing, True)):
         first = next((name for name in there if here and name.endswith(f".{here[0]}")), None)
         prefix = first.removesuffix(here[0]) if first is not None else None

@@ -64,7 +64,7 @@ def fold(what: str, name: str, value: Any, paths: Mapping[int, str]) -> dict[str
 
 
 def as_json(what: str, name: str, value: Any) -> Any:
-    """Return a value of an optimizer that has no tensor of its own, as JSON: by ``encode`` if that can hold it, else as a plain value.
+    """Return as JSON a value of an optimizer that is not stored as a tensor: by ``encode`` if possible, else as a plain value.
 
     Raises:
         ValueError: it cannot be stored.

@@ -243,7 +243,8 @@ def _zeros(
 def add_targets(
     key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: FlatState, checkpoint: Saved, choice: TensorChoice
 ) -> None:
-    """Add the tensors of an optimizer that are read. The checkpoint tells which states are tensors; its nested states replace live ones."""
+    """Add the tensors of an optimizer that a load reads. The checkpoint decides which states are tensors. Its nested states replace those
+    of the optimizer."""
     empty = stateless(key, optimizer, saved, flat, checkpoint, choice)
     scalars: dict[str, dict[str, Any]] = {}
     for state_key, by_name in saved["scalars"].items():

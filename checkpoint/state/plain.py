@@ -238,10 +238,10 @@ def _remedy(value: Any) -> str:
 
 
 class EntryBytes:
-    """The bytes of one entry. It hands out at most as many bytes as it holds, so that a value is never larger than its storage.
+    """The bytes of one entry. At most as many bytes as stored can be taken from it, so that no value is larger than its storage.
 
     Args:
-        states: in an optimizer's state, function from the name of a tensor to the tensor.
+        states: for an optimizer's state: function from the name of a tensor to the tensor.
     """
 
     def __init__(self, data: memoryview | bytes = b"", states: Callable[[Any], Any] | None = None) -> None:

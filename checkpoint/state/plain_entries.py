@@ -41,7 +41,8 @@ def entry_names(holder: Saved, key: str) -> dict[str, str]:
 
 
 class PlainValues(Mapping[str, Any]):
-    """The plain entries of a checkpoint by name, and the entries of tensors named in ``asked``. Each access reads the value anew."""
+    """The plain entries of a checkpoint by name, and the entries of tensors named in ``asked``. Each access reads the value from the
+    store."""
 
     def __init__(self, where: str, holder: Saved, asked: Iterable[str] = ()) -> None:
         self._where, self._holder, self._asked = where, holder, tuple(asked)

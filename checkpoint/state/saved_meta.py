@@ -12,7 +12,7 @@ from .plain import unpack
 
 
 def check_saved_meta(where: str, meta: Mapping[str, Any], *, optimizers: bool = True) -> None:
-    """Raises CheckpointMismatch, naming the first value whose type differs from what a save writes.
+    """Raise CheckpointMismatch, with the name of the first value that has another type than a save writes.
 
     Args:
         optimizers: whether to check these too.

@@ -311,7 +311,7 @@ class _Collection:
             return True
 
     def _patience(self, entries: Sequence[Entry], newest: int) -> float:
-        """Return the seconds that this attempt without a commit may be quiet. Its objects' headers tell its epoch."""
+        """Return for how many seconds this attempt without a commit may be quiet. The headers of its objects have its epoch."""
         if self.grace.current == self.grace.orphans:
             return self.grace.orphans
         order = next((o for entry in entries if (o := _order_of(self.store, entry)) is not None), None)

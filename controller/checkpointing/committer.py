@@ -84,8 +84,8 @@ class Committer:
         root: folder of the checkpoints.
         retention: returns which checkpoints to keep; called after a commit. (Its class imports torch, which takes seconds.)
         meta: returns the JSON-able record of a checkpoint of a step. Called in the controller's thread.
-        done: for a restarted controller, the newest attempt that is committed already, if any. Its votes may come again. All votes wait
-            until it is known.
+        done: for a restarted controller, the newest attempt that is committed already, if any. The workers may send its votes again. All
+            votes wait until this attempt is known.
         bound_s: longest wait, in seconds, for the next vote and for the commit. A store that hangs must be reported, not waited for.
     """
 
@@ -185,7 +185,7 @@ class Committer:
         self._tenders.shutdown(wait=False, cancel_futures=True)
 
     def _know(self) -> bool:
-        """Return whether it is known which attempt was committed before. Once it is known, take the votes that came meanwhile."""
+        """Return whether it is known which attempt was committed before. Once it is, take the votes that arrived earlier."""
         if self._done is None:
             return True
         if not self._done.done():

@@ -37,7 +37,7 @@ STORAGE_S = 60.0
 
 
 class Unanswered(Exception):
-    """The answer is not there yet. The same call in a later round gives it."""
+    """The answer is not known yet. The same call in a later round returns it."""
 
 
 @dataclass(frozen=True)

@@ -328,7 +328,7 @@ def _describe_model(config: RunConfig) -> None:
 def _resume(
     config: RunConfig, newest: Commit | None, stream: Mapping[str, Any], expected: Mapping[str, _Expected]
 ) -> tuple[StateSource, tuple[str, ...]]:
-    """Return the source of a run that goes on from ``newest``, and warnings."""
+    """Return the source of a run that resumes from ``newest``, and warnings."""
     if newest is None:
         return StateSource(Origin.FRESH, 0), ()
     from vescale_ray import checkpoint

@@ -85,7 +85,7 @@ NOBODY = CutOff({}, {}, {})
 
 @dataclass(frozen=True)
 class Admission:
-    """The joiners that may join, those that are refused, and the probe to make for the others, if any."""
+    """Joiners that may join, joiners that are refused, and the probe to make for the remaining ones, if any."""
 
     admitted: tuple[str, ...]
     refused: CutOff = NOBODY
@@ -108,7 +108,7 @@ class _Series:
     began: float = 0.0
 
     def restart(self) -> None:
-        """Begin anew with the next probe."""
+        """Start a new series with the next probe."""
         self.about = ()
 
     def take(self, answers: Answers) -> None:

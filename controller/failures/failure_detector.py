@@ -20,7 +20,7 @@ from vescale_ray.workers.messages import Ticket, WorkerPhase
 
 
 class FailureDetector:
-    """Detects failed workers. It remembers what it was told of the workers, and changes nothing else.
+    """Detects failed workers. It remembers the news of the workers, and changes nothing else.
 
     Attributes:
         inherited: ticket of the generation that an earlier life of the controller launched; None if there is none.

@@ -98,7 +98,7 @@ class _Seen:
 
 @dataclass
 class HangWatch:
-    """Watches one generation after another.
+    """Watches the workers of one generation after another for hangs.
 
     Attributes:
         fixed: bound in seconds, instead of the bound found from the steps; 0: no worker is ever accused.

@@ -97,7 +97,7 @@ def _from_zero(known: Iterable[str], values: Mapping[str, float]) -> dict[tuple[
 
 
 class _Families:
-    """Makes families of one run.
+    """Makes the metric families of one run.
 
     Attributes:
         shown: ranks that have a series.

@@ -27,7 +27,7 @@ SPARE_GAP_S, LONGEST_SPARE_GAP_S = 5.0, 600.0
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The run now.
+    """Present progress and size of the run.
 
     Attributes:
         world: number of members.
@@ -71,7 +71,7 @@ class Autoscaling:
         return min(wanted, max(0, run.ceiling - run.target))
 
     def look(self, free: Free | None, wishes: Collection[str | None], avoid: Collection[str]) -> None:
-        """Take note of the ``free`` places, and of the nodes of the ``wishes`` that were granted."""
+        """Note the ``free`` places, and the nodes of the ``wishes`` that were granted."""
         if free is not None:
             places = dict(free.places)
             for node in wishes:

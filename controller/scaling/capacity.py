@@ -86,7 +86,7 @@ class FreePlaces:
         return [self._seen - since for found in self._since.values() for since in found]
 
     def now(self, now: float, after: float = 0.0) -> int:
-        """Return places that are free now, for any time, on nodes that have been there for ``after_s``. Only an observation later than
+        """Return places that are free now, however briefly, on nodes that have been usable for ``after_s``. Only an observation later than
         ``after`` counts."""
         if self._seen is None or now - self._seen > STALE_S or self._seen <= after:
             return 0

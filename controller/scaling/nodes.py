@@ -49,7 +49,7 @@ class Nodes:
 
     @property
     def draining(self) -> Mapping[str, float]:
-        """For each draining node id, the time (seconds since the epoch) at which the node goes; infinite if unknown."""
+        """Return the time at which each draining node goes, by node id, in seconds since the epoch; infinite if unknown."""
         return self._draining
 
     def shun(self, node: str) -> None:

@@ -32,8 +32,8 @@ PLANNED_S = 10.0
 
 
 class Scaling:
-    """Decides whom to hire, admit and dismiss, and when the generation should stop because another should follow. It remembers what it has
-    seen, and changes nothing else.
+    """Decides whom to hire, admit and dismiss, and when the generation should stop for another one. It remembers its observations, and
+    changes nothing else.
 
     Args:
         layouts: layouts by world size. Those before and after a change determine its rank assignment.
@@ -323,8 +323,9 @@ class Scaling:
         return late + [w for w in misplaced if growing and w not in late]
 
     def _ask_to_park(self, world: World, flags: int, reason: str = "") -> actions.Ask:
-        """Have one rank carry the request into the step's exchange. All ranks see it there and stop at the same boundary. If none takes it,
-        they are just leaving, or one hangs; a later round handles that."""
+        """Have one rank carry the request into the step's exchange. All ranks see it there, and stop at the same boundary.
+
+        If no rank accepts the request, all are just leaving, or one hangs; a later round handles that."""
         if flags == STOP:
             return actions.Ask(world, flags, (actions.Enter(RunState.STOPPING),))
         return actions.Ask(world, flags, (actions.BeginRescale(reason, world.size), actions.Enter(RunState.RESCALING)))

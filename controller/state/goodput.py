@@ -40,7 +40,7 @@ class Loss(StrEnum):
 
 @dataclass
 class Goodput:
-    """The accounts; JSON-able by :meth:`to_json`.
+    """The accounts of the run's time. :meth:`to_json` returns them as JSON values.
 
     Attributes:
         since: when the run began; seconds since the epoch, as all times here.
@@ -90,7 +90,7 @@ class Goodput:
         self.cause = cause
 
     def train(self) -> None:
-        """Begin a step: from now on the workers' reports tell which time was lost, and to which cause."""
+        """Begin a step: from now on the workers' reports determine the lost time, by cause."""
         self.cause = None
 
     def turn(self, cause: Loss, now: float) -> None:

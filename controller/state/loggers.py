@@ -147,7 +147,7 @@ class Loggers:
             self._attempt(name, getattr(logger, method), *arguments)
 
     def _attempt(self, name: str, call: Callable[..., object], *arguments: Any) -> None:
-        """Call a logger, and give it up if it fails."""
+        """Call a logger. If it fails, do not use it any more."""
         try:
             call(*arguments)
         except Exception as error:

@@ -79,7 +79,7 @@ def outcome_of(conduct: Callable[[], Outcome], log: RunLog, publisher: Publisher
 
 
 def evaluated_before(folder: RunFolder, source: StateSource) -> dict[int, dict[str, Mapping[str, Any]]]:
-    """Return the evaluations of earlier starts by step and set, up to the checkpoint from which this start goes on."""
+    """Return the evaluations of earlier starts by step and set, up to the checkpoint from which this start continues."""
     if source.origin is not Origin.CHECKPOINT:
         return {}
     found = (event for event in folder.read_events() if event["event"] == "evaluation")

@@ -76,17 +76,17 @@ class StateWriter:
         self.state, self._written, self._store = state, state, store
 
     def note(self, **fields: Any) -> None:
-        """Change fields. The next write keeps them."""
+        """Change fields of the durable state. The next write keeps them."""
         self.state = replace(self.state, **fields)
 
     def update(self, **fields: Any) -> None:
-        """Change fields, and write the state if it differs from what was written last."""
+        """Change fields, and write the state if it differs from the last written one."""
         self.note(**fields)
         if self.state != self._written:
             self.write()
 
     def write(self) -> None:
-        """Write the state."""
+        """Write the durable state."""
         self._store.write(self.state)
         self._written = self.state
 

@@ -69,7 +69,7 @@ def line_of(item: Stepped, seconds: float, tokens_per_step: int, bytes_per_token
 
 @dataclass
 class StepStats:
-    """Executed steps.
+    """Statistics of the executed steps.
 
     Attributes:
         before: steps that an earlier start of the run had completed.

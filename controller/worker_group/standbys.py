@@ -84,7 +84,8 @@ class Standbys:
         return {node: nodes.count(node) for node in nodes}
 
     def take(self, node: str, devices: str) -> tuple[str, Any] | None:
-        """Make a standby on ``node`` a worker that uses ``devices``: its id and handle. None if no standby there answers."""
+        """Turn a standby on ``node`` into a worker that uses ``devices``. Return its id and handle; None if no standby on the node
+        answers."""
         while True:
             with self._lock:
                 standby = next((one for one in self._there if one in self._ready and one.node == node), None)
@@ -103,7 +104,7 @@ class Standbys:
     # ------------------------------------------------------------------------------------------------------------- start
 
     def _fill_later(self, node: str) -> None:
-        """Start what is missing on ``node`` in a while. Holds the lock."""
+        """Start the missing standbys on ``node`` after a delay. Call it with the lock held."""
         if node in self._nodes and node not in self._timers and sum(one.node == node for one in self._there) < self._count:
             wait_s = min(FILL_S * 2.0 ** min(self._lost.get(node, 0), 30), LONGEST_FILL_S)
             self._timers[node] = later(wait_s, self._fill, node)

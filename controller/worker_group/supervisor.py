@@ -321,7 +321,7 @@ class Supervisor:
                 self._standbys.keep(node)
 
     def _retire(self, node: str) -> None:
-        """End the agent and the standbys of ``node`` if no worker is there any more, and no place of one."""
+        """End the agent and the standbys of ``node`` if no worker and no worker's place is on it any more."""
         with self._lock:
             if any(child.node == node for child in self._children.values()) or any(place.node == node for place in self._vacant):
                 return

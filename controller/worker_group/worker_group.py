@@ -268,7 +268,7 @@ class WorkerGroup:
         return False
 
     def ask_outline(self, workers: Iterable[str]) -> None:
-        """Ask the first of ``workers`` that has reported for the outline of the layouts, unless a worker owes one.
+        """Ask the first of ``workers`` that has reported for the outline of the layouts, unless an answer is due already.
 
         A worker that does not know the outline is not asked again for a while.
         """
@@ -281,11 +281,11 @@ class WorkerGroup:
 
     @property
     def asking_outline(self) -> bool:
-        """True if a worker owes an answer to :meth:`ask_outline`."""
+        """True if a worker has not yet answered :meth:`ask_outline`."""
         return any(member.outline is not None for member in self.members.values())
 
     def ask_reachability(self, asked: Mapping[str, Collection[str]], wait_s: float) -> Reaching:
-        """Have each worker in ``asked`` try to reach the others given for it, for ``wait_s`` seconds."""
+        """Have each worker in ``asked`` try to reach the workers listed for it, for ``wait_s`` seconds."""
         addresses = {w: m.info.address for w, m in self.members.items() if m.info is not None and m.info.address}
         refs: dict[Any, str] = {}
         longest = 1

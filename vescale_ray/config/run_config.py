@@ -257,7 +257,7 @@ def _model_misfits(c: RunConfig) -> Iterator[str]:
 
 
 def _losses_that_never_come(c: RunConfig) -> Iterator[str]:
-    """Yield an error for each rule that goes by the loss of evaluations, if there are none."""
+    """Yield an error for each rule that depends on the loss of evaluations, if the run makes no evaluations."""
     rules = {} if c.train.early_stop is None else {"train.early_stop": c.train.early_stop.metric}
     if c.checkpoint.keep_best and c.checkpoint.keep_metric != "loss":
         rules["checkpoint.keep_best"] = c.checkpoint.keep_metric

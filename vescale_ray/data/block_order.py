@@ -33,7 +33,7 @@ class _Epoch:
 
 
 class BlockOrder:
-    """Sample ids by position, as :class:`vescale_ray.data.stream.SampleStream` gives them, with locality in blocks.
+    """Sample ids by position, like :class:`vescale_ray.data.stream.SampleStream`, in an order that reads one block after another.
 
     The ids of block ``b`` are ``[sum(samples[:b]), sum(samples[: b + 1]))``. Every epoch is a permutation of all ids.
 

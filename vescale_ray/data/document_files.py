@@ -74,7 +74,7 @@ class DocumentFile(ABC):
         """Return the number of the part's first document within the file, for messages."""
 
     def ends(self, part: int) -> bool:
-        """Return whether the last document of the part ends there."""
+        """Return whether the last document of the part ends with the part."""
         return True
 
     def read(self, part: int) -> Tokens:

@@ -33,7 +33,7 @@ class BadDocument(Exception):
 
 
 class Encoder(ABC):
-    """Encodes documents.
+    """Encodes documents as token ids.
 
     Args:
         vocab: number of token ids.
@@ -82,7 +82,7 @@ class Encoder(ABC):
 
 
 class IdEncoder(Encoder):
-    """Takes token ids as they are. ``documents`` are lists of integers."""
+    """Takes lists of integers as token ids, unchanged."""
 
     def __init__(self, vocab: int, end: int | None) -> None:
         super().__init__(vocab, end, "ids")

@@ -310,7 +310,7 @@ def _rows(made: Preparation, encoder: Encoder, pieces: Sequence[SourcePiece]) ->
 
 
 def _read(made: Preparation, encoder: Encoder, file: DataFile, piece: SourcePiece) -> tuple[DocumentFile, int, Sequence[pa.Array]]:
-    """Return the file of a piece, the number of its part there, and its documents."""
+    """Return the file that holds a piece, the number of its part in that file, and its documents."""
     if made.kind == "parquet":
         groups = ParquetFile(file, made.keys.column, lambda *_: encoder, counted=False)
         return groups, piece.number, guarded(file, lambda: groups.documents(piece.number), f"row group {piece.number}")

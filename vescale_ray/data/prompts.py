@@ -10,7 +10,7 @@ from vescale_ray.errors import BadInput
 
 
 class TextCodec(Protocol):
-    """Encodes prompts and decodes completions."""
+    """The interface that encodes prompts and decodes completions."""
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...

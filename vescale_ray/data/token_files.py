@@ -115,7 +115,7 @@ class FlatFile:
 
 
 def open_bin(file: DataFile, dtype: str, step: int, vocab: int) -> FlatFile:
-    """Open a file of token ids without a header, or with that of llm.c, which tells their type.
+    """Open a file of token ids without a header, or with the header of llm.c, which states their type.
 
     Raises:
         BadInput: its size is no multiple of the token's, or its tokens are wider.

@@ -52,7 +52,7 @@ _TEMPLATES = "additional_chat_templates"
 
 @dataclass(frozen=True)
 class HfFolder:
-    """A model's folder.
+    """A folder with a model of ``transformers``.
 
     Attributes:
         path: the folder.
@@ -256,8 +256,8 @@ def is_hf(model: nn.Module) -> bool:
 
 
 def write_description(folder: HfFolder, buffers: Mapping[str, Tensor], target: Path, tokenizer: str | None = None) -> None:
-    """Copy what an export needs beside a checkpoint to the folder ``target``: configuration, tokenizer, and persistent ``buffers``, by
-    their names in files.
+    """Copy the files that an export needs besides a checkpoint to the folder ``target``: configuration, tokenizer, and persistent
+    ``buffers`` by their names in files.
 
     Args:
         tokenizer: the run's ``tokenizer.json``, which is copied with the files beside it if the folder has none.

@@ -18,7 +18,7 @@ def spread(scales: Tensor, region: Region) -> Tensor:
 
 
 def largest_of(x: Tensor, region: Region) -> Tensor:
-    """Return the largest magnitude of each block of ``x`` ``(bands, rows, cols)``, in order; NaN if the block holds one."""
+    """Return the largest magnitude of each block of ``x`` ``(bands, rows, cols)``, in order; NaN if a block holds NaN."""
     by_column = x.abs().amax(dim=1)
     columns = region.columns
     missing = columns * region.block_cols - region.cols

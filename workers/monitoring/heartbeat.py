@@ -42,7 +42,7 @@ _OWN = re.compile(r"(?:vescale_ray|workers|controller|checkpoint)/(.+)$")
 
 @dataclass(frozen=True)
 class Where:
-    """Position of a thread.
+    """Position of a thread in its code.
 
     Attributes:
         text: the innermost frames first, such as ``wait (fsdp/communication/comm.py:53) < reduce (fsdp/groups/gradients.py:234)``.

@@ -63,7 +63,7 @@ class Meter:
         self.skipped = self._skip_count() > self._skips
 
     def end(self, seconds: float) -> Usage:
-        """The whole step took ``seconds``."""
+        """End the measurement of a step that took ``seconds``, and return its usage."""
         waited = {kind: max(0.0, now - self._waited[kind]) for kind, now in self._now().items()}
         phases = {
             "data": self.data_s,

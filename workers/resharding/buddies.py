@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def buddies(nodes: Sequence[str]) -> list[int]:
-    """For each rank, the rank that gets its copy. Every rank gets one copy, and not its own if there is another rank.
+    """Return, for each rank, the rank that gets its copy. Every rank gets one copy, and never its own if there are several ranks.
 
     As many ranks as possible have their buddy on another node: all, unless one node has more than half of the ranks. Ranks are lined up by
     node, the fullest first. Each rank's buddy stands as many places further as the fullest node has ranks.

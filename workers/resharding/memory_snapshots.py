@@ -211,7 +211,7 @@ class Snapshots:
             self._parked = live
 
     def let_go(self) -> None:
-        """Abandon what is left of an exchange, since it holds the process group, which is about to be dissolved. Takes milliseconds after
+        """Abandon the rest of an exchange, since it holds the process group, which is about to be dissolved. Takes milliseconds after
         :meth:`copied`."""
         if self._current is not None:
             self._current.let_go()

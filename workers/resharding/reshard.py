@@ -256,7 +256,7 @@ class _Batch:
         return not self.nbytes or bytes(self._parts[-1][-_DIGEST_BYTES : -_DIGEST_BYTES + 8].numpy()) == self._digest()
 
     def deliver(self, to: Callable[[Move], Tensor]) -> None:
-        """Copy the values to their targets, unless they were received there."""
+        """Copy the values to their targets. Values that were received in place need no copy."""
         if not self.nbytes:
             return
         for move, part in zip(self.large, self._parts, strict=False):

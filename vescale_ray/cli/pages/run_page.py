@@ -50,7 +50,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Page:
-    """The content of the page.
+    """The content of one HTML page.
 
     Attributes:
         began: start of the time axis, in seconds since the epoch; earlier points are not drawn.

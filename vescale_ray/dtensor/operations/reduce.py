@@ -58,7 +58,7 @@ def reduce_op(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[s
 
 
 def foreach_norm(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return one pending norm per tensor; torch computes those of its own DTensors in the list."""
+    """Return one pending norm per tensor. torch computes the norms of its own DTensors in the list."""
     tensors, rest = args[0], args[1:]
     order = rest[0] if rest else kwargs.get("ord", 2)
     ragged = [t for t in tensors if isinstance(t, cls)]

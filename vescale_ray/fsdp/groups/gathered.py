@@ -116,7 +116,7 @@ class GatheredBuffer:
         self._pending, self._source = pending, source
 
     def hide(self) -> None:
-        """Make torch refuse reads of the parameters until :meth:`finish`: the all-gather that is under way fills them meanwhile."""
+        """Make torch refuse reads of the parameters until :meth:`finish`, while the all-gather fills them."""
         if self._pending is None or self.buffer is None:
             return
         if self.may_hide(self.buffer) or self._parts is not None or self.buffer.fixed:

@@ -66,7 +66,7 @@ class StepEnd:
     """Number of finished steps; a handle is valid for one."""
 
     def begin(self) -> None:
-        """Start a backward."""
+        """Record that a backward starts."""
         if self.active is None:
             self.active = self.by_hand
 

@@ -9,7 +9,7 @@ from vescale_ray.fsdp.surface.lookup import units_below
 
 
 class ChangesParameters:
-    """Mixed into ``FSDPModule``.
+    """The part of ``FSDPModule`` that overrides methods of ``nn.Module``.
 
     Between a forward and its backward some units stay gathered, as the root does. Their modules hold the gathered parameters, but gradients
     and ``requires_grad`` belong to the sharded ones.

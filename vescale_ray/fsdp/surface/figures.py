@@ -6,7 +6,7 @@ from vescale_ray.fsdp.surface.lookup import sharded_unit
 
 
 class Figures:
-    """Mixed into ``FSDPModule``."""
+    """The part of ``FSDPModule`` with figures of waiting time and memory."""
 
     @property
     def waited_s(self) -> float:

@@ -25,8 +25,8 @@ _RESHARD = {
 
 @dataclass(frozen=True)
 class ParameterReport:
-    """One parameter. Rank ``r`` holds the flat elements ``[start, end)`` of ``ranges[r]``. In the buffer, ``gap`` elements follow each
-    of its matrices. ``form`` is the FP8 format that the all-gather sends, or empty."""
+    """Report on one parameter. Rank ``r`` holds the flat elements ``[start, end)`` of ``ranges[r]``. In the buffer, ``gap`` elements follow
+    each of its matrices. ``form`` is the FP8 format that the all-gather sends, or empty."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class ParameterReport:
 
 @dataclass(frozen=True)
 class GroupReport:
-    """One group: a buffer, its all-gather and its reduce-scatter."""
+    """Report on one group: a buffer, its all-gather and its reduce-scatter."""
 
     name: str
     dtype: str
@@ -64,7 +64,7 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class UnitReport:
-    """One ``fully_shard`` call."""
+    """Report on one unit, which one ``fully_shard`` call made."""
 
     name: str
     reshard_after_forward: bool | None

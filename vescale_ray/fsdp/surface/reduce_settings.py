@@ -113,9 +113,9 @@ class ReducesGradients:
     def set_reduce_scatter_staging(self, nbytes: int | None, *, recurse: bool = True) -> None:
         """Set the bytes of each of the two buffers in which the reduction of a unit casts gradients, one chunk in each.
 
-        None, the default: a sixth of the unit's gradients in the reduce dtype, at least 64 and at most 512 MiB. If all of them fit,
-        they are one chunk in one buffer. The result has the same bits. The size has no effect on gloo, with a custom reduce-scatter, and
-        if gradients arrive in the reduce dtype. All ranks must set the same.
+        By default (None) a buffer has a sixth of the unit's gradients in the reduce dtype, at least 64 and at most 512 MiB. If all
+        gradients fit, they are one chunk in one buffer. The result has the same bits. The size has no effect on gloo, with a custom
+        reduce-scatter, and if gradients arrive in the reduce dtype. All ranks must set the same number.
 
         Raises:
             TypeError: ``nbytes`` is neither an int nor None.

@@ -177,8 +177,9 @@ def watch_modules(unit: MarkedUnit, managed: Iterable[nn.Module]) -> None:
 
 
 def kept_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """New tensors with a graph that ``module`` holds as attributes, directly or in lists, tuples and dicts. Of a large container only
-    the last entries are searched, since new ones are added there."""
+    """Return new tensors with a graph that ``module`` holds as attributes, directly or in lists, tuples and dicts.
+
+    Of a large container only the last entries are searched, since new ones are appended."""
     found: list[torch.Tensor] = []
     for name, value in module.__dict__.items():
         if name not in _INTERNAL and (isinstance(value, torch.Tensor) or type(value) in _CONTAINERS):

@@ -53,7 +53,7 @@ AdamW's update); NVIDIA's Emerging-Optimizers; torchtitan and dion."""
 
 
 class Muon(InPlaceLoading):
-    """Muon. The arguments of ``torch.optim.Muon`` have the same meaning; the others are keyword-only.
+    """Muon for sharded parameters. The arguments of ``torch.optim.Muon`` have the same meaning; further arguments are keyword-only.
 
     Args:
         params: matrices ``[m, n]`` and stacks of them ``[E, m, n]`` (experts; each is orthogonalized alone): RaggedDTensors, torch's

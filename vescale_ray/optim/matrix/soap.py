@@ -112,5 +112,5 @@ class SOAP(KroneckerOptimizer):
 
 
 def _into(x: Tensor, bases: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Return ``x`` in the bases, or ``x`` itself if there are none yet."""
+    """Return ``x`` in the coordinates of the bases, or ``x`` itself if there are no bases yet."""
     return x if bases is None else bases[0].T @ x @ bases[1]

@@ -152,7 +152,7 @@ def _p(name: str, *shape: int, kind: Kind | None = None) -> ParamShape:
 
 
 def _attention(f: _Figures, *, bias: bool = False, out_bias: bool = False, qk_norm: bool = False) -> list[ParamShape]:
-    """Grouped-query attention."""
+    """Return the tensors of grouped-query attention."""
     hidden, heads = f("hidden_size"), f("num_attention_heads")
     kv, dim = f("num_key_value_heads", default=heads), f("head_dim", default=hidden // max(heads, 1))
     found = [
@@ -175,7 +175,7 @@ def _swiglu(prefix: str, hidden: int, width: int) -> list[ParamShape]:
 
 
 def _experts(count: int, hidden: int, width: int) -> list[ParamShape]:
-    """Fused experts as in transformers: gate and up projections share one tensor, output dimension first."""
+    """Return the tensors of fused experts as in transformers: gate and up projections share one tensor, output dimension first."""
     gate_up = ParamShape("experts.gate_up_proj", (count, 2 * width, hidden), "expert", matrices=2, stack=True)
     return [gate_up, _p("experts.down_proj", count, hidden, width, kind="expert")]
 
@@ -217,7 +217,7 @@ def _gpt_oss(f: _Figures, config: dict[str, Any]) -> tuple[Params, Params]:
 
 
 def _deepseek_v3(f: _Figures, config: dict[str, Any]) -> tuple[Params, Params]:
-    """Multi-head latent attention (arXiv 2405.04434, section 2.1)."""
+    """Return the tensors of a dense layer and of an expert layer with multi-head latent attention (arXiv 2405.04434, section 2.1)."""
     hidden, heads = f("hidden_size"), f("num_attention_heads")
     q, kv, nope, rope, v = f("q_lora_rank"), f("kv_lora_rank"), f("qk_nope_head_dim"), f("qk_rope_head_dim"), f("v_head_dim")
     attention = [
