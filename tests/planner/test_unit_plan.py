@@ -116,7 +116,7 @@ def test_moves_between_buffers_never_add_padding(seed: int, monkeypatch: pytest.
         moved = plan_unit(unit, group, blocks, lever=PER_BLOCK)
         judge(unit, moved, group, blocks)
         with monkeypatch.context() as patch:
-            patch.setattr(buffers, "_balanced", lambda layouts, align: layouts)
+            patch.setattr(buffers, "_balanced", lambda layouts: layouts)
             buffers.per_block.cache_clear()
             fixed = plan_unit(unit, group, blocks, lever=PER_BLOCK)
         buffers.per_block.cache_clear()

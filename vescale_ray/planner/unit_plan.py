@@ -160,7 +160,6 @@ def plan_unit(
     *,
     dtype: torch.dtype = torch.bfloat16,
     lever: Lever = Lever(),
-    align: int = 128,
 ) -> UnitPlan:
     """Plan one unit of ``lever.layers`` layers over ``num_shards`` ranks.
 
@@ -174,13 +173,13 @@ def plan_unit(
         raise ValueError(f"a unit of {lever.layers} layers: give at least 1")
     specs, across = _specs(unit, blocks, dtype, lever)
     if lever.buffers == "per block":
-        buffers = per_block(tuple(specs), num_shards, align, None if lever.strided else frozenset())
+        buffers = per_block(tuple(specs), num_shards, None if lever.strided else frozenset())
         return UnitPlan(unit.name, lever, buffers, _evenly(specs, num_shards), across)
     if not lever.strided:
-        layout = plan_layout(specs, num_shards, align=align)
+        layout = plan_layout(specs, num_shards)
         return UnitPlan(unit.name, lever, (layout,), layout.lower_bound, across)
-    layout = plan_layout(with_gaps(specs, num_shards, align), num_shards, align=align)
-    return UnitPlan(unit.name, lever, (layout,), bound_with_gaps(specs, num_shards, align), across)
+    layout = plan_layout(with_gaps(specs, num_shards), num_shards)
+    return UnitPlan(unit.name, lever, (layout,), bound_with_gaps(specs, num_shards), across)
 
 
 def plan_coded(unit: UnitShape, num_shards: int, blocks: Blocks, tile: Block, layers: int = 1) -> UnitPlan:
@@ -205,7 +204,6 @@ def plan_buffers(
     specs: Sequence[TensorSpec],
     num_shards: int,
     *,
-    align: int = 128,
     goal: float = GOAL,
     padding_bytes: int = 1 << 20,
     allow_gaps: Collection[str] = (),
@@ -224,7 +222,7 @@ def plan_buffers(
         ValueError: as :func:`vescale_ray.planner.plan_layout`.
     """
     specs = list(specs)
-    one = plan_layout(specs, num_shards, align=align)
+    one = plan_layout(specs, num_shards)
     itemsize = min((s.dtype.itemsize for s in specs), default=1)
     if one.padding_ratio <= goal or (one.numel - one.tensor_numel) * itemsize <= padding_bytes or num_shards == 1:
         return (one,)
@@ -233,9 +231,9 @@ def plan_buffers(
     whole = [_room_for_blocks(s) if s.name in allow_gaps else s for s in specs]  # the last block of each matrix is stored in full
     if whole != specs:
         stored.append(whole)
-    plans += [(plan_layout(with_gaps(some, num_shards, align, allow_gaps), num_shards, align=align),) for some in stored]
-    plans.append(per_block(tuple(specs), num_shards, align))
-    plans += [per_block(tuple(some), num_shards, align, frozenset(allow_gaps)) for some in stored]
+    plans += [(plan_layout(with_gaps(some, num_shards, allow_gaps), num_shards),) for some in stored]
+    plans.append(per_block(tuple(specs), num_shards))
+    plans += [per_block(tuple(some), num_shards, frozenset(allow_gaps)) for some in stored]
     return min(plans, key=lambda layouts: sum(layout.shard_numel for layout in layouts))
 
 

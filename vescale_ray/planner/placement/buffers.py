@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from vescale_ray.geometry import Block
 from vescale_ray.planner.placement.bounds import lower_bound
-from vescale_ray.planner.placement.layout import Layout, TensorSpec
+from vescale_ray.planner.placement.layout import PART_BYTES, Layout, TensorSpec
 from vescale_ray.planner.placement.place import PlacementProblem
 from vescale_ray.planner.placement.search import plan_layout
 
@@ -21,14 +21,14 @@ MOVES = 2
 
 
 @lru_cache(maxsize=8)  # like plan_layout's: a DeepSeek-V3 layer of 782 tensors takes up to a second
-def per_block(specs: tuple[TensorSpec, ...], num_shards: int, align: int, gaps: frozenset[str] | None = frozenset()) -> tuple[Layout, ...]:
+def per_block(specs: tuple[TensorSpec, ...], num_shards: int, gaps: frozenset[str] | None = frozenset()) -> tuple[Layout, ...]:
     """Plan one buffer for each length of block, then move tensors between them as long as that saves padding.
 
     Tensors without a requirement fill the padding of these buffers; the rest gets another buffer.
 
     ``gaps``: names of the stacks that may have gaps; None: all.
     """
-    quantum = align // min(s.dtype.itemsize for s in specs)
+    quantum = PART_BYTES // min(s.dtype.itemsize for s in specs)
     groups: dict[int, list[TensorSpec]] = {}
     free: list[TensorSpec] = []
     for spec in specs:
@@ -37,31 +37,31 @@ def per_block(specs: tuple[TensorSpec, ...], num_shards: int, align: int, gaps: 
         else:
             free.append(spec)
     if gaps is None or gaps:
-        groups = {g: with_gaps(members, num_shards, align, gaps) for g, members in groups.items()}
-    layouts = _balanced([plan_layout(groups[g], num_shards, align=align) for g in sorted(groups, reverse=True)], align)
+        groups = {g: with_gaps(members, num_shards, gaps) for g, members in groups.items()}
+    layouts = _balanced([plan_layout(groups[g], num_shards) for g in sorted(groups, reverse=True)])
     left: list[TensorSpec] = []
     for spec in sorted(free, key=lambda s: (-s.numel, s.name)):
         for k in sorted(range(len(layouts)), key=lambda k: (layouts[k].tensor_numel - layouts[k].numel, k)):
             if layouts[k].numel - layouts[k].tensor_numel < spec.numel:
                 left.append(spec)
                 break
-            filled = plan_layout([*layouts[k].specs, spec], num_shards, align=align)
+            filled = plan_layout([*layouts[k].specs, spec], num_shards)
             if filled.shard_numel == layouts[k].shard_numel:
                 layouts[k] = filled
                 break
         else:
             left.append(spec)
     if left:
-        own = plan_layout(left, num_shards, align=align)
+        own = plan_layout(left, num_shards)
         if layouts and own.tensor_numel < num_shards * quantum:
             # This is too little for a separate collective.
-            layouts[-1] = plan_layout([*layouts[-1].specs, *left], num_shards, align=align)
+            layouts[-1] = plan_layout([*layouts[-1].specs, *left], num_shards)
         else:
             layouts.append(own)
     return tuple(layouts)
 
 
-def _balanced(layouts: list[Layout], align: int) -> list[Layout]:
+def _balanced(layouts: list[Layout]) -> list[Layout]:
     """Move tensors from one buffer to another as long as that reduces the sum of the shards noticeably.
 
     Take a buffer whose blocks force a multiple of 3.5 on its shard of 3.5, and another that rounds 9.25 up to 10. If tensors of 3.5 move to
@@ -69,7 +69,7 @@ def _balanced(layouts: list[Layout], align: int) -> list[Layout]:
     """
     layouts = list(layouts)
     while len(layouts) > 1 and sum(layout.numel for layout in layouts) > (1 + SETTLED) * sum(layout.tensor_numel for layout in layouts):
-        better = _better_pair(layouts, align)
+        better = _better_pair(layouts)
         if better is None:
             break
         source, target, layouts[source], layouts[target] = better
@@ -77,7 +77,7 @@ def _balanced(layouts: list[Layout], align: int) -> list[Layout]:
     return layouts
 
 
-def _better_pair(layouts: Sequence[Layout], align: int) -> tuple[int, int, Layout, Layout] | None:
+def _better_pair(layouts: Sequence[Layout]) -> tuple[int, int, Layout, Layout] | None:
     """Return two buffers after a move of tensors from the first to the second, if their shards are smaller in sum.
 
     The moves with the smallest bounds are tried.
@@ -89,11 +89,11 @@ def _better_pair(layouts: Sequence[Layout], align: int) -> tuple[int, int, Layou
         for names in _moves(giver.specs):
             left = [spec for spec in giver.specs if spec.name not in names]
             more = [*taker.specs, *(spec for spec in giver.specs if spec.name in names)]
-            saved = giver.shard_numel + taker.shard_numel - _bound(left, giver.num_shards, align) - _bound(more, giver.num_shards, align)
+            saved = giver.shard_numel + taker.shard_numel - _bound(left, giver.num_shards) - _bound(more, giver.num_shards)
             if saved > least:
                 attempts.append((saved, source, target, left, more))
     for _, source, target, left, more in sorted(attempts, key=lambda attempt: -attempt[0])[:MOVES]:
-        pair = [plan_layout(side, layouts[source].num_shards, align=align) for side in (left, more)]
+        pair = [plan_layout(side, layouts[source].num_shards) for side in (left, more)]
         if sum(layout.shard_numel for layout in pair) + least < layouts[source].shard_numel + layouts[target].shard_numel:
             return source, target, pair[0], pair[1]
     return None
@@ -109,14 +109,14 @@ def _moves(specs: Sequence[TensorSpec]) -> Iterator[Collection[str]]:
         yield from (frozenset(members[-count:]) for count in sorted(counts))
 
 
-def _bound(specs: Sequence[TensorSpec], num_shards: int, align: int) -> int:
+def _bound(specs: Sequence[TensorSpec], num_shards: int) -> int:
     """Return the proven bound of one buffer."""
     if not specs:
         return 0
-    return lower_bound(PlacementProblem.of_specs(specs, num_shards, align))
+    return lower_bound(PlacementProblem.of_specs(specs, num_shards))
 
 
-def with_gaps(specs: Sequence[TensorSpec], num_shards: int, align: int, only: Collection[str] | None = None) -> list[TensorSpec]:
+def with_gaps(specs: Sequence[TensorSpec], num_shards: int, only: Collection[str] | None = None) -> list[TensorSpec]:
     """Choose the stored rows of each stack's experts; the smallest shard wins.
 
     A stack keeps its rows, or a whole number of experts fills a rank, or one expert fills a whole number of ranks.
@@ -131,10 +131,10 @@ def with_gaps(specs: Sequence[TensorSpec], num_shards: int, align: int, only: Co
     ]
     if not stacks or num_shards == 1:
         return specs
-    bound = bound_with_gaps(specs, num_shards, align)
-    quantum = align // min(s.dtype.itemsize for s in specs)
+    bound = bound_with_gaps(specs, num_shards)
+    quantum = PART_BYTES // min(s.dtype.itemsize for s in specs)
     plain = list(specs)
-    best = plan_layout(plain, num_shards, align=align)
+    best = plan_layout(plain, num_shards)
     best_specs = plain
     for modes in itertools.product(("as it is", "experts per rank", "ranks per expert"), repeat=len(_alike(specs, stacks))):
         if all(mode == "as it is" for mode in modes):
@@ -171,7 +171,7 @@ def with_gaps(specs: Sequence[TensorSpec], num_shards: int, align: int, only: Co
                     break
                 attempt[i] = replace(spec, stored_rows=rows if rows > spec.shape[-2] else None, block=block)
             else:
-                layout = plan_layout(attempt, num_shards, align=align)
+                layout = plan_layout(attempt, num_shards)
                 if layout.shard_numel < best.shard_numel:
                     best, best_specs = layout, attempt
     return best_specs
@@ -181,7 +181,7 @@ def _alike(specs: Sequence[TensorSpec], stacks: Sequence[int]) -> list[tuple[tup
     return list(dict.fromkeys((specs[i].shape, specs[i].block) for i in stacks))
 
 
-def bound_with_gaps(specs: Sequence[TensorSpec], num_shards: int, align: int) -> int:
+def bound_with_gaps(specs: Sequence[TensorSpec], num_shards: int) -> int:
     """Return the bound with each matrix of a stack as a separate tensor, which allows any gaps between matrices."""
     matrices: list[TensorSpec] = []
     for spec in specs:
@@ -189,5 +189,5 @@ def bound_with_gaps(specs: Sequence[TensorSpec], num_shards: int, align: int) ->
         if len(spec.shape) >= 3 and spec.block is not None:
             matrix, count = TensorSpec(spec.name, spec.shape[-2:], spec.block, spec.dtype), math.prod(spec.shape[:-2])
         matrices += [matrix] * count
-    problem = PlacementProblem.of_specs(matrices, num_shards, align)
+    problem = PlacementProblem.of_specs(matrices, num_shards)
     return lower_bound(problem) if problem.total else 0

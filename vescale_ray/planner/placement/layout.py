@@ -16,6 +16,8 @@ from vescale_ray.geometry import Block, Shape, row_numel
 START_BYTES = 64
 """Alignment of every tensor's start, in bytes (a cache line). Kernels then take their vector path. Shard cuts of elements fall at
 multiples of 16 FP32 elements, where fused optimizers give the same bits as on the whole tensor."""
+PART_BYTES = 128
+"""Each rank's part of a buffer is a multiple of this many bytes in the narrowest dtype."""
 
 
 @dataclass(frozen=True)

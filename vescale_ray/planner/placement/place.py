@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from vescale_ray.planner.placement.layout import START_BYTES, TensorSpec
+from vescale_ray.planner.placement.layout import PART_BYTES, START_BYTES, TensorSpec
 
 NOWHERE = 1 << 60
 """In place of the start of a tensor that shards of this size can't hold."""
@@ -42,7 +42,7 @@ class PlacementProblem:
         return cls(tuple(sizes), blocks, blocks, num_shards, quantum, start)
 
     @classmethod
-    def of_specs(cls, specs: Sequence[TensorSpec], num_shards: int, align: int) -> PlacementProblem:
+    def of_specs(cls, specs: Sequence[TensorSpec], num_shards: int, align: int = PART_BYTES) -> PlacementProblem:
         """Build the problem for parts that are multiples of ``align`` bytes.
 
         A stack whose blocks or matrices are no multiples of ``start`` is cut between matrices only if its last blocks are shorter.

@@ -23,7 +23,7 @@ from functools import lru_cache
 import numpy as np
 
 from vescale_ray.planner.placement.bounds import candidates, is_possible, likely_sizes, lower_bound
-from vescale_ray.planner.placement.layout import START_BYTES, Layout, TensorSpec
+from vescale_ray.planner.placement.layout import PART_BYTES, START_BYTES, Layout, TensorSpec
 from vescale_ray.planner.placement.orders import Kinds, best_fit, smallest_over_all_orders
 from vescale_ray.planner.placement.place import PlacementProblem, fits, place, smallest_for_ordered_pieces
 
@@ -45,7 +45,7 @@ class Found:
     bound: int
 
 
-def plan_layout(specs: Sequence[TensorSpec], num_shards: int, *, align: int = 128, order: str = "auto") -> Layout:
+def plan_layout(specs: Sequence[TensorSpec], num_shards: int, *, align: int = PART_BYTES, order: str = "auto") -> Layout:
     """Plan the smallest equal shards that cut no block.
 
     Args:
