@@ -5,6 +5,8 @@ Every error's positional arguments are its fields, so that it survives pickling 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 STAGES = "save each pipeline stage by itself, with its own group and root"
 """Advice to ranks that hold different tensors."""
 
@@ -74,7 +76,7 @@ class CheckpointCorrupt(CheckpointError):
 
     @property
     def tensor(self) -> str | None:
-        return describe_tensors(self.tensors)
+        return first_few(self.tensors) or None
 
     def __str__(self) -> str:
         where = self.object if self.block is None else f"{self.object}, block {self.block}"
@@ -82,9 +84,9 @@ class CheckpointCorrupt(CheckpointError):
         return printable(f"checkpoint is damaged: {where}{holding}: {self.reason}")
 
 
-def shortened(message: str, most: int = 1000) -> str:
-    """Return ``message``, :func:`printable`. A message over ``most`` characters loses its middle."""
-    return printable(message if len(message) <= most else f"{message[: most - 200]} [..] {message[-190:]}")
+def shortened(message: str) -> str:
+    """Return ``message``, :func:`printable`. A message over 1,000 characters loses its middle."""
+    return printable(message if len(message) <= 1000 else f"{message[:800]} [..] {message[-190:]}")
 
 
 def printable(message: str) -> str:
@@ -93,9 +95,7 @@ def printable(message: str) -> str:
     return message if message.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
 
 
-def describe_tensors(tensors: tuple[str, ...], limit: int = 4) -> str | None:
-    """Return the names as text, such as ``"a, b, c, d and 3 more"``; ``None`` if there are none."""
-    if not tensors:
-        return None
-    shown = ", ".join(tensors[:limit])
-    return shown if len(tensors) <= limit else f"{shown} and {len(tensors) - limit} more"
+def first_few(names: Sequence[str]) -> str:
+    """Return the names as text, at most three of them, such as ``"a, b, c and 4 more"``."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

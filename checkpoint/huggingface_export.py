@@ -25,12 +25,11 @@ from .bridges.fp8_files import CODES, SCALES
 from .bridges.pieces import FileLayout, FilePiece
 from .bridges.safetensors_file import SAFETENSORS_NAME, header_of
 from .commits import Commit
-from .errors import CheckpointMismatch, ExportFailed
+from .errors import CheckpointMismatch, ExportFailed, first_few
 from .format.digest import as_bytes, view_of
 from .format.object_layout import dtype_name
 from .huggingface import ALIASES, INDEX
 from .reading.reader import Checkpoint, open_checkpoint
-from .state.matching import some
 from .state.name_tables import Globs, NameTable, chosen, globs, table_of
 from .stores.posix import sync_folder
 from .stores.store import Root
@@ -107,7 +106,7 @@ def export_hf(
         made.extend(new_folder(folder))
         there = sorted(p.name for p in place.iterdir() if p.name.endswith((".safetensors", ".index.json")))
         if there:
-            raise ValueError(f"{place} holds {some(there)}: give a folder without model files")
+            raise ValueError(f"{place} holds {first_few(there)}: give a folder without model files")
         return found
 
     chosen_commit = from_first(begin, group)

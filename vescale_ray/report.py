@@ -174,14 +174,14 @@ def summarize(run: RunFolder | str | Path) -> Summary:
     )
 
 
-def goodput_line(goodput: Mapping[str, Any], most: int = 4) -> str:
-    """Return one line on the use of the run's time: the productive share, and the largest losses."""
+def goodput_line(goodput: Mapping[str, Any]) -> str:
+    """Return one line on the use of the run's time: the productive share, and the four largest losses."""
     lost = sorted(goodput["lost"].items(), key=lambda item: -item[1])
     shown = [f"{str(cause).replace('_', ' ')} {seconds:.1f} s" for cause, seconds in lost if seconds >= 0.05]
-    rest = f", {len(shown) - most} more" if len(shown) > most else ""
+    rest = f", {len(shown) - 4} more" if len(shown) > 4 else ""
     whole = float(goodput["productive"]) + sum(seconds for _, seconds in lost)
     share = f"{goodput['productive'] / whole:.1%}" if whole > 0 else "none"
-    return f"{share} of {whole:.1f} s in steps that count" + (f"; lost: {', '.join(shown[:most])}{rest}" if shown else "")
+    return f"{share} of {whole:.1f} s in steps that count" + (f"; lost: {', '.join(shown[:4])}{rest}" if shown else "")
 
 
 def table(run: RunFolder | str | Path, summary: Summary | None = None) -> str:

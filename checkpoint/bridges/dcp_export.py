@@ -24,11 +24,10 @@ from vescale_ray.compat.checkpoint import StorageInfo, flatten_state_dict
 
 from ..api import from_first, gathered, ranks_of, together
 from ..commits import Commit
-from ..errors import CheckpointMismatch, ExportFailed
+from ..errors import CheckpointMismatch, ExportFailed, first_few
 from ..format.digest import as_bytes, view_of
 from ..format.object_layout import dtype_name
 from ..reading.reader import Checkpoint, open_checkpoint
-from ..state.matching import some
 from ..state.name_tables import Globs, chosen, globs
 from ..stores.store import Root
 from .dcp import Ref, declared, nested
@@ -96,7 +95,7 @@ def export_dcp(
         made.extend(new_folder(folder))
         there = sorted(p.name for p in place.iterdir())
         if there:
-            raise ValueError(f"{place} holds {some(there)}: give an empty folder")
+            raise ValueError(f"{place} holds {first_few(there)}: give an empty folder")
         return found
 
     chosen_commit = from_first(begin, group)

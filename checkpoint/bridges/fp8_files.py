@@ -17,8 +17,8 @@ from vescale_ray.errors import BadInput
 from vescale_ray.models.fp8_folder import block_size_of
 from vescale_ray.quantization import Fp8Block
 
-from ..errors import CheckpointMismatch, ForeignFileError
-from ..state.matching import StoredTensor, some
+from ..errors import CheckpointMismatch, ForeignFileError, first_few
+from ..state.matching import StoredTensor
 from .foreign import TensorSource
 
 SCALES = "_scale_inv"
@@ -63,7 +63,7 @@ class DequantizedSource:
         self._coded = [name for name, tensor in stored.items() if tensor.kinds.get("param") == CODES]
         lacking = [name for name in self._coded if name + SCALES not in stored]
         if lacking:
-            names = some([name + SCALES for name in lacking])
+            names = first_few([name + SCALES for name in lacking])
             raise CheckpointMismatch(f"{where}: scales of {len(lacking)} FP8 tensors are missing: {names}")
         for name in self._coded:
             scales, expected = stored[name + SCALES], self._grid_shape(name)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointMismatch
-from ..state.matching import StoredTensor, some
+from ..errors import CheckpointMismatch, first_few
+from ..state.matching import StoredTensor
 from .foreign import TensorSource
 
 
@@ -72,11 +72,11 @@ class PiecedSource:
         names = layout.names_in(source.tensors)
         missing = [name for name, there in names.items() if there not in source.tensors]
         if missing:
-            raise CheckpointMismatch(f"{where} lacks {len(missing)} of the model's {len(pieces)} tensors: {some(missing)}")
+            raise CheckpointMismatch(f"{where} lacks {len(missing)} of the model's {len(pieces)} tensors: {first_few(missing)}")
         known = {*names.values(), *layout.tied}
         more = [name for name in source.tensors if name not in known and not any(re.search(one, name) for one in ignored)]
         if more:
-            raise CheckpointMismatch(f"{where} has {len(more)} tensors that the model lacks: {some(more)}")
+            raise CheckpointMismatch(f"{where} has {len(more)} tensors that the model lacks: {first_few(more)}")
         for name, piece in pieces.items():
             shape = tuple(source.tensors[names[name]].shape)
             if shape != piece.shape:
@@ -90,7 +90,7 @@ class PiecedSource:
             parts.sort()
             dtypes = {source.tensors[name].kinds["param"] for _, name, _ in parts}
             if len(dtypes) > 1:
-                names_of = some([name for _, name, _ in parts])
+                names_of = first_few([name for _, name, _ in parts])
                 raise CheckpointMismatch(f"{where}: {names_of} have several dtypes, but are one tensor here; save them in one dtype")
             self.tensors[ours] = StoredTensor(shapes[ours], {"param": dtypes.pop()})
 

@@ -21,11 +21,11 @@ from torch import nn
 from ..api import from_first, ranks_of, together
 from ..arguments import device_of, nbytes, state_of
 from ..commits import Commit, newest_first
-from ..errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint
+from ..errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint, first_few
 from ..state.entries import check_entries, plain_values, restore_values
 from ..state.flat_state import FlatState, Holder, Saved, State, TensorChoice, flatten_models
 from ..state.flattening import flatten_targets, stored_pairs
-from ..state.matching import Pair, match, some
+from ..state.matching import Pair, match
 from ..state.name_tables import Globs, NameTable, globs, matches, table_of
 from ..state.optimizer_hooks import warn_of_hooks
 from ..state.optimizer_state import created_states
@@ -243,7 +243,7 @@ def _agreed(where: str, holder: Holder, among: Set[Pair], flat: FlatState, choic
         check_target(name, tensor)
     wanted = {pair: (tuple(t.shape), t.dtype) for pair, t in taken.items()}
     if flat.tensors and not wanted and choice.include != ("*",):
-        there = some(list(dict.fromkeys(pair[0] for pair in flat.tensors)))
+        there = first_few(list(dict.fromkeys(pair[0] for pair in flat.tensors)))
         raise CheckpointMismatch(f"{where}: no tensor of the state fits include={', '.join(choice.include)!r}; it has {there}")
     source = {pair: choice.source(pair, flat, holder) for pair in flat.tensors}
     # A tensor that was excluded on purpose still has a stored counterpart; that one is not unexpected.

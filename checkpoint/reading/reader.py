@@ -20,13 +20,13 @@ from torch.autograd.graph import increment_version
 
 from ..arguments import device_of, nbytes, of_type
 from ..commits import Commit, find, read_manifest, unreachable
-from ..errors import CheckpointCorrupt, CheckpointMismatch
+from ..errors import CheckpointCorrupt, CheckpointMismatch, first_few
 from ..format.digest import as_bytes, block_sums, copy_bytes, digest_of, view_of
 from ..format.manifest import Extents, Manifest, TensorEntry
 from ..format.manifest_fields import ManifestError
 from ..format.object_layout import dtype_name
 from ..format.pages import transfer_buffers
-from ..state.matching import Pair, StoredTensor, castable, label, match, some
+from ..state.matching import Pair, StoredTensor, castable, label, match
 from ..state.name_tables import Globs, chosen, globs, nearest
 from ..state.plain_entries import entry_names
 from ..state.saved_meta import check_saved_meta
@@ -145,7 +145,7 @@ class Checkpoint:
             of_type("dtype", dtype, torch.dtype, "give a dtype of torch, as torch.bfloat16")
         names = {name: stored for name, stored in self.names(key).items() if chosen(name, wanted, unwanted)}
         if not names:
-            there = some(list(self.names(key))) or f"nothing under {key!r}"
+            there = first_few(list(self.names(key))) or f"nothing under {key!r}"
             raise CheckpointMismatch(f"checkpoint {self.commit.path} has no tensor that fits {', '.join(wanted)}; it has {there}")
         read: dict[str, torch.Tensor] = {}
         for stored in names.values():
@@ -252,7 +252,7 @@ class Checkpoint:
         entry = self.manifest.by_name.get(self.aliases.get(name, name))
         if entry is None:
             there = list(self.manifest.by_name)
-            raise CheckpointMismatch(f"checkpoint {self.commit.path} has no tensor {name!r}{nearest(name, there)}; it has {some(there)}")
+            raise CheckpointMismatch(f"{self.commit.path} has no tensor {name!r}{nearest(name, there)}; it has {first_few(there)}")
         extents = self.manifest.groups[entry.group].extents(kind)
         if extents is None:
             kinds = ", ".join(e.kind for e in self.manifest.groups[entry.group].kinds)

@@ -14,9 +14,8 @@ from torch import nn
 
 from vescale_ray.new_states import canonical
 
-from ..errors import CheckpointMismatch
+from ..errors import CheckpointMismatch, first_few
 from .flat_state import EXTRA, FlatState, Saved, TensorChoice, is_extra
-from .matching import some
 from .name_tables import entry_of, matches
 from .plain_entries import plain_value
 
@@ -56,7 +55,7 @@ def choose_extra_states(where: str, flat: FlatState, holder: Saved, choice: Tens
     others = {key: inner for key in kept if (inner := _name_of(key, flat.models)) is not None and key not in found}
     left = [repr(key) for key, name in others.items() if choice.takes_stored(name) and not matches(name, choice.allow_unexpected)]
     if lacking or left:
-        said = [f"it lacks {some(lacking)}"] * bool(lacking) + [f"it also has {some(left)}"] * bool(left)
+        said = [f"it lacks {first_few(lacking)}"] * bool(lacking) + [f"it also has {first_few(left)}"] * bool(left)
         raise CheckpointMismatch(f"{where} is of another model: {'; '.join(said)}")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import CheckpointMismatch
+from ..errors import CheckpointMismatch, first_few
 from ..format.object_layout import dtype_name
 from .name_tables import entry_of, matches, nearest
 
@@ -83,11 +83,11 @@ def match(
     parts = []
     if missing:
         free = list(dict.fromkeys(name for name, _ in left)) or list(tensors)
-        parts.append("it lacks " + some([text + (nearest(name, free) if i < 3 else "") for i, (text, name) in enumerate(missing)]))
+        parts.append("it lacks " + first_few([text + (nearest(name, free) if i < 3 else "") for i, (text, name) in enumerate(missing)]))
     if unexpected:
-        parts.append("it also has " + some([label(*pair) for pair in unexpected]))
+        parts.append("it also has " + first_few([label(*pair) for pair in unexpected]))
     if wrong:
-        parts.append(some(wrong))
+        parts.append(first_few(wrong))
     parts += _prefixed([name for _, name in missing], [name for name, _ in unexpected])
     model = any(entry_of(name, models) == "model" for name in (*odd, *(name for name, _ in unexpected)))
     raise CheckpointMismatch(f"{where} {'is of another model' if model else 'does not fit the state'}: {'; '.join(parts)}")
@@ -113,8 +113,3 @@ def castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 def label(name: str, kind: str) -> str:
     return repr(name) if kind == "param" else f"{kind} of {name!r}"
-
-
-def some(items: Sequence[str], limit: int = 3) -> str:
-    shown = ", ".join(items[:limit])
-    return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"

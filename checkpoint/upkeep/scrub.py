@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..commits import Commit, find, ls, read_manifest
-from ..errors import CheckpointCorrupt, describe_tensors
+from ..errors import CheckpointCorrupt, first_few
 from ..format.digest import CHUNK_BYTES, digest_of, one_ahead, view_of
 from ..format.manifest import Manifest, ObjectEntry
 from ..format.manifest_fields import ManifestError
@@ -39,7 +39,7 @@ class Problem:
 
     @property
     def tensor(self) -> str | None:
-        return describe_tensors(self.tensors)
+        return first_few(self.tensors) or None
 
     def __str__(self) -> str:
         return str(CheckpointCorrupt(self.object, self.block, self.tensors, self.reason)).removeprefix("checkpoint is damaged: ")

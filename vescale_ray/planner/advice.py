@@ -25,12 +25,11 @@ class Advice:
     """
 
     best: UnitPlan
-    goal: float
     remedies: tuple[str, ...] = ()
 
     @property
     def reached(self) -> bool:
-        return self.best.padding_ratio < self.goal
+        return self.best.padding_ratio < GOAL
 
 
 def advise(
@@ -39,11 +38,10 @@ def advise(
     blocks: Blocks,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    goal: float = GOAL,
     most_layers: int = 4,
     strided: bool = True,
 ) -> Advice:
-    """Try the levers, the cheapest first, until the padding is below ``goal``; if none is enough, look for remedies.
+    """Try the levers, the cheapest first, until the padding is below :data:`GOAL`; if none is enough, look for remedies.
 
     Args:
         most_layers: the most layers per unit that are tried; gathered parameters take memory in proportion.
@@ -53,7 +51,7 @@ def advise(
     """
 
     def reach(ranks: int, rule: Blocks, layers: range) -> Advice:
-        return _first(unit, ranks, rule, dtype, goal, layers, strided)
+        return _first(unit, ranks, rule, dtype, layers, strided)
 
     found = reach(num_shards, blocks, range(1, most_layers + 1))
     if found.reached:
@@ -77,18 +75,18 @@ def advise(
     return replace(found, remedies=tuple(remedies))
 
 
-def _first(unit: UnitShape, num_shards: int, blocks: Blocks, dtype: torch.dtype, goal: float, layers: range, strided: bool) -> Advice:
+def _first(unit: UnitShape, num_shards: int, blocks: Blocks, dtype: torch.dtype, layers: range, strided: bool) -> Advice:
     """Return the first lever below the goal, or else the best one. At least one of ``layers`` is tried, even if the unit has fewer."""
     best: UnitPlan | None = None
     for lever in _levers(unit, blocks, layers, strided):
         plan = plan_unit(unit, num_shards, blocks, dtype=dtype, lever=lever)
         if best is None or plan.padding_ratio < best.padding_ratio:
             best = plan
-        if plan.padding_ratio < goal:
+        if plan.padding_ratio < GOAL:
             break
     if best is None:
         best = plan_unit(unit, num_shards, blocks, dtype=dtype)
-    return Advice(best, goal)
+    return Advice(best)
 
 
 def _levers(unit: UnitShape, blocks: Blocks, layers: range, strided: bool) -> Iterator[Lever]:
