@@ -74,7 +74,7 @@ def save(
         step: number of completed steps.
         epoch: incarnation of the run. The default makes the new checkpoint the newest: the newest commit's epoch, plus one if ``step`` is
             not beyond that commit (the run went back).
-        meta: JSON-able values, the same on all ranks; rank 0's are stored.
+        meta: values that JSON can hold, the same on all ranks; rank 0's are stored.
         aux: plain values of this rank alone, such as a data loader's state. The random generators are always stored.
         metrics: metrics of this step, by name, by which :class:`Retention` finds the best checkpoint. Rank 0's are stored. NaN and
             infinities are left out, with a warning.
@@ -174,7 +174,7 @@ class Prepared:
         pieces: views of the live tensors. All other fields are copies made at this moment.
         plain: digests of the plain values.
         copied: names of tensors assumed equal on all ranks.
-        copies: a sample of each of those.
+        copies: hashes of a sample of each of these tensors, one after another, for comparison between the ranks.
     """
 
     pieces: list[ShardPiece]

@@ -82,7 +82,7 @@ def commit(
 
     Args:
         votes: one vote of each rank, in any order.
-        meta: JSON-able global state, such as the configuration, the stream position and optimizer scalars.
+        meta: global state that JSON can hold, such as the configuration, the stream position and optimizer scalars.
         aliases: ``{other name: stored name}`` of tied tensors, which are stored once.
 
     Raises:

@@ -53,7 +53,7 @@ class Observations:
         stop: why the run is to end; None if it is not to end.
         given_up: why the run is given up; None if it is not.
         world: the newest generation; ``filled``: all its members have their state.
-        inherited: ticket of the generation that an earlier life of the controller launched; None if there is none.
+        inherited: ticket of the generation that an earlier process of the controller launched; None if there is none.
         losses: reported losses, by worker.
         draining: nodes that are about to go, each with the time since the epoch; ``avoided``: nodes to start no worker on.
         free: free places, if they are known.

@@ -1,7 +1,7 @@
 """Blocks, intervals and routes: the arithmetic under every layout, reshard and checkpoint read.
 
-Pure integers: no torch, no processes. A tensor counts as its row-major elements ``[0, numel)``, and a rank holds half-open intervals
-of such a space. One algebra serves the planner's layouts, redistribution between placements, the move of shards on a rescale, and
+Integer arithmetic, without torch or processes. A tensor counts as its row-major elements ``[0, numel)``, and a rank holds half-open
+intervals of such a space. One algebra serves the planner's layouts, redistribution between placements, the move of shards on a rescale, and
 the ranges that a checkpoint reader requests.
 """
 

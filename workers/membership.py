@@ -1,4 +1,4 @@
-"""A member's part in one generation: form the group, build and fill a trainer, step, leave. No Ray.
+"""A member's part in one generation: form the group, build and fill a trainer, step, leave. Does not import Ray.
 
 The training thread alone runs this code. When the group breaks, the worker dissolves it at once, because the other survivors wait for its
 sockets to close (``process_groups``). The controller decides whether the worker goes on, with which others, and from which step.

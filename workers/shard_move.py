@@ -1,6 +1,6 @@
 """The move of shards between memories with which a generation begins: a member's part, and all that a leaver does.
 
-The training thread alone runs this code. No Ray.
+The training thread alone runs this code. It does not import Ray.
 """
 
 from __future__ import annotations

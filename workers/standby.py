@@ -1,8 +1,8 @@
-"""A standby: a worker that has imported everything and holds no device, until it takes the place of a lost worker. Neither Ray nor torch.
+"""A standby: a worker that has imported everything and holds no device, until it takes the place of a lost worker.
 
 Ray can't give a GPU to an actor that has started. The standby is an actor without resources, and the lost worker's placement group stays
 reserved. So the standby uses that worker's GPUs, and Ray gives them to no other process. CUDA reads ``CUDA_VISIBLE_DEVICES`` at its first
-use only. Until then the standby sees no GPU.
+use only. Until then the standby sees no GPU. This module imports neither Ray nor torch.
 """
 
 from __future__ import annotations

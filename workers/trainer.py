@@ -1,4 +1,4 @@
-"""One rank's work in one generation: build the sharded model, step, evaluate. No Ray, and no state that outlives the group.
+"""One rank's work in one generation: build the sharded model, step, evaluate. Without Ray, and without state that outlives the group.
 
 The batch is cut into *slots*, a fixed number of logical data-parallel positions. The slots are assigned to the ranks, unevenly if need be.
 So the global batch, the samples of step ``s`` and each slot's random numbers depend on the step alone, never on the world size::

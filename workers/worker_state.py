@@ -1,4 +1,4 @@
-"""The state that the control threads of a worker share with its training thread: orders in, reports out. Neither Ray nor torch.
+"""The state that the control threads of a worker share with its training thread: orders in, reports out. Imports neither Ray nor torch.
 
 One condition guards everything. No method but those that say so waits for the other side, so a worker answers within milliseconds during
 any computation.

@@ -113,7 +113,7 @@ def write_shard(
         root: checkpoint folder, or a store.
         attempt: :func:`new_attempt`, the same on all ranks of this save.
         pieces: pieces in the model's order, empty ones included, so that every rank names every tensor.
-        aux: JSON-able state of this rank alone, such as random generators.
+        aux: state of this rank alone that JSON can hold, such as random generators.
         step, epoch: number of completed steps, and incarnation of the run (its generation). Together they order commits.
         cancelled: returns whether to stop; called before each chunk.
         world: number of ranks that write such an object. It determines the block size: small objects of few ranks get small blocks.

@@ -211,8 +211,8 @@ def _met(extents: Extents, start: int, end: int) -> tuple[int, int]:
 
 
 def _interval(extents: Extents, start: int, end: int, request: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """(object, first byte, bytes, request, byte of its out) of the parts of elements ``[start, end)`` of the group. The extents tile it, so
-    two binary searches find them."""
+    """Yield (object, first byte, bytes, request, byte of its out) for each part of elements ``[start, end)`` of the group. Two binary
+    searches find the parts, because the extents tile the group."""
     size = extents.dtype.itemsize
     for i in range(*_met(extents, start, end)):
         begin = int(extents.start[i])
@@ -222,7 +222,7 @@ def _interval(extents: Extents, start: int, end: int, request: int) -> Iterator[
 
 
 def _intervals(extents: Extents, start: np.ndarray, length: np.ndarray, at: np.ndarray, request: int) -> np.ndarray:
-    """:func:`_interval` for many intervals at once, as rows. ``at``: number of the request's elements before each interval."""
+    """Return the rows of :func:`_interval` for many intervals at once. ``at``: number of the request's elements before each interval."""
     size = extents.dtype.itemsize
     end = start + length
     low = np.searchsorted(extents.end, start, side="right")

@@ -83,7 +83,7 @@ class Committer:
     Args:
         root: folder of the checkpoints.
         retention: returns which checkpoints to keep; called after a commit. (Its class imports torch, which takes seconds.)
-        meta: returns the JSON-able record of a checkpoint of a step. Called in the controller's thread.
+        meta: returns the record of a checkpoint of a step, for JSON. Called in the controller's thread.
         done: for a restarted controller, the newest attempt that is committed already, if any. The workers may send its votes again. All
             votes wait until this attempt is known.
         bound_s: longest wait, in seconds, for the next vote and for the commit. A store that hangs must be reported, not waited for.

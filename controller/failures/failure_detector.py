@@ -23,7 +23,7 @@ class FailureDetector:
     """Detects failed workers. It remembers the news of the workers, and changes nothing else.
 
     Attributes:
-        inherited: ticket of the generation that an earlier life of the controller launched; None if there is none.
+        inherited: ticket of the generation that an earlier process of the controller launched; None if there is none.
         losses: reported losses, by worker.
         hangs, exits: the policies that find hung workers, and workers that are late to leave.
     """
@@ -44,7 +44,7 @@ class FailureDetector:
     # --------------------------------------------------------------------------------------------------------------- news
 
     def adopt(self, world: World, last_s: float | None, paces: Collection[tuple[int, float]]) -> None:
-        """Begin to watch a generation that an earlier life of the controller launched.
+        """Begin to watch a generation that an earlier process of the controller launched.
 
         The durations of its steps are passed on. Without them, a worker that hangs already would be found only by the collectives' timeout.
         """

@@ -153,8 +153,8 @@ class HangWatch:
         self._first, self._counted, self._size = None, 0, size
 
     def expect(self, seconds: float, recent: Iterable[tuple[int, float]] = ()) -> None:
-        """Take step durations that an earlier life of the controller has seen: of the last step, and of ``recent`` steps with their number
-        of workers."""
+        """Take step durations that an earlier process of the controller has seen: of the last step, and of ``recent`` steps with their
+        number of workers."""
         self._earlier = seconds
         self._period.extend(recent)
 

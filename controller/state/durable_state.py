@@ -39,11 +39,11 @@ class DurableState:
     """The durable state; a value.
 
     Attributes:
-        run_id: id of the start of the run that wrote it. From another start's state, only the used numbers and the steps count.
+        run_id: id of the start of the run that wrote this state. Another start uses only the numbers given out and the steps of it.
         last_number: highest number that was given out, to a generation or as the epoch of a checkpoint.
         generation: the newest generation; None before the first.
         leavers: workers outside the generation that stay to give their shards away.
-        target: workers wanted; ``reason``: why that differs from what there is (one of ``snapshot.REASONS``).
+        target: number of workers wanted; ``reason``: why the run has another number (one of ``snapshot.REASONS``).
         requested: workers that the last rescale command asked for; 0: there was none.
         actions_done: scheduled actions that were carried out.
         stop_reason: why the run is being stopped; None: it is not.

@@ -96,7 +96,7 @@ class RunLog:
             self._warn_of_loggers(self._loggers)
 
     def close(self, loggers_s: float, flush_s: float) -> None:
-        """Write all that waits.
+        """Write all queued records.
 
         Args:
             loggers_s: longest wait for the loggers; ``flush_s``: for the disk.

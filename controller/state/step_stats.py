@@ -108,7 +108,7 @@ class StepStats:
         return again
 
     def so_far(self) -> dict[str, Any]:
-        """Return the totals, JSON-able."""
+        """Return the totals as values that JSON can hold."""
         return {
             "executed": self.executed,
             "highest": self.highest,

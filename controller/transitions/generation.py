@@ -205,7 +205,7 @@ class Generations:
         return [*do, Event("generation_failed", about)]
 
     def _was_asked(self, world: World, reports: Iterable[WorkerReport | None], seen: Observations) -> bool:
-        """Return whether all stopped at a boundary because an earlier life of the controller asked them to, without a record of it."""
+        """Return whether all stopped at a boundary because an earlier process of the controller asked them to, and kept no record."""
         parked = all(r is not None and r.ticket == world.ticket and r.phase is WorkerPhase.PARKED for r in reports)
         return parked and world.ticket == seen.inherited and seen.stats.rescale is None
 

@@ -25,7 +25,7 @@ LAST_LIVES = 3
 
 
 class RunBegin:
-    """Hires the first workers, or takes over those of an earlier life of the controller."""
+    """Hires the first workers, or takes over those of an earlier process of the controller."""
 
     def __init__(self, spec: RunSpec, config: RunConfig, scaling: Scaling, generations: Generations, end: RunEnd) -> None:
         self._spec, self._config, self._scaling, self._generations, self._end = spec, config, scaling, generations, end

@@ -134,16 +134,19 @@ class DataSection(Section):
         default=0.05,
         ge=0,
         le=0.9,
-        description="fraction that is kept for evaluation: of local text as bytes, files chosen by hash; else the last samples",
+        description="fraction that is kept for evaluation. Local text read as bytes: files chosen by hash; other data: the last samples",
     )
     eval_samples: CountOrZero = Field(
         default=64, description="samples per evaluation of the held-out part, and of each set of `eval`; 0 turns evaluation off"
     )
     shuffle_blocks: Count = Field(
-        default=16, description="blocks (row groups, or about a million tokens) whose samples are shuffled together; the blocks are, too"
+        default=16,
+        description="number of blocks (row groups, or about a million tokens) whose samples are shuffled together; the "
+        "order of blocks is shuffled, too",
     )
     readahead_mb: Count = Field(
-        default=512, description="MB of blocks that each worker holds and reads ahead; at least twice `shuffle_blocks` of them"
+        default=512,
+        description="MB of memory for blocks that each worker holds and reads ahead; at least twice the size of `shuffle_blocks` blocks",
     )
 
     @model_validator(mode="before")

@@ -28,7 +28,7 @@ class LoraSettings(Section):
     """Low-rank adapters of a frozen base."""
 
     rank: Count = Field(default=8, description="rank of each adapter")
-    alpha: Positive = Field(default=16.0, description="an adapter counts alpha / rank times")
+    alpha: Positive = Field(default=16.0, description="the output of an adapter is multiplied by alpha / rank")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout of an adapter's input")
     targets: Annotated[str | list[str], BeforeValidator(_targets)] = Field(
         default="all-linear",

@@ -82,7 +82,7 @@ def reference() -> str:
         "- `model.heads` divides `model.dim` into heads of an even size; `model.kv_heads` divides `model.heads`",
         "- `train.sharding.shard_group` divides `elastic.workers`, `elastic.max_workers`, and `elastic.min_workers` unless that is smaller",
         "- `train.sharding` excludes `elastic.deterministic`",
-        "- `train.expert_parallel` divides `train.sharding.shard_group`, or without it the same numbers of workers",
+        "- `train.expert_parallel` divides `train.sharding.shard_group`; without it, the numbers of workers above",
         "- `train.expert_parallel` above 1 excludes `elastic.deterministic`, and `train.compile` with "
         "`train.activation_checkpointing = selective`",
         "- `train.offload = cpu` excludes `train.device = cpu`",
@@ -90,7 +90,7 @@ def reference() -> str:
         "- `train.early_stop` needs `train.eval_every` and `data.eval_samples` above 0, and `data.heldout`, too, for `heldout_loss`",
         "- `checkpoint.keep_best` by another metric than `loss` needs `data.eval_samples`, and `data.heldout`, too, for `heldout_loss`",
         "- `train.profile` ends with the run's last step at the latest; its ranks are below `elastic.max_workers`",
-        "- `train.device = cuda` needs `ray.gpus_per_worker` above 0; above 1 it is a whole number, as Ray requires",
+        "- `train.device = cuda` needs `ray.gpus_per_worker` above 0; a value above 1 must be whole, as Ray requires",
     ]
     return "\n".join(lines) + "\n"
 

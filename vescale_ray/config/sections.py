@@ -75,7 +75,7 @@ class CompletionSettings(Section):
 class EarlyStop(Section):
     """When to stop before the last step."""
 
-    patience: Count = Field(description="stop after so many evaluations in a row without a better loss")
+    patience: Count = Field(description="number of evaluations in a row without a better loss after which the run stops")
     metric: str = Field(default="heldout_loss", description="the loss: heldout_loss, or that of a set of data.eval, for example wiki_loss")
     min_delta: PositiveOrZero = Field(default=0.0, description="nats per token by which a loss must be lower to count as better")
 
@@ -84,10 +84,10 @@ class ShardingSettings(Section):
     """Shard groups and replicas (HSDP)."""
 
     shard_group: Count = Field(
-        description="workers that share one copy of the state; a generation has whole replicas of so many. With fewer workers left than "
-        "that, all of them are one shard group"
+        description="number of workers that share one copy of the state. The number of workers that train is a multiple of it; if fewer "
+        "workers are left, they all form one shard group"
     )
-    replicas: int | None = Field(default=None, ge=1, description="most replicas; null: as many as the workers give")
+    replicas: int | None = Field(default=None, ge=1, description="largest number of replicas; null: as many as there are workers for")
 
 
 def _fp8_format(value: Any) -> Any:
@@ -112,7 +112,7 @@ class TrainSection(Section):
     )
     lr: Positive = Field(default=1e-3, description="highest learning rate")
     matrix_lr: float | None = Field(
-        default=None, gt=0, description="highest learning rate of parameters that another optimizer than adamw and sgd steps; null: lr"
+        default=None, gt=0, description="highest learning rate of the parameters that adamw8bit, muon, shampoo or soap steps; null: lr"
     )
     warmup_steps: CountOrZero = Field(default=20, description="steps of linear warm-up")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
@@ -147,7 +147,7 @@ class TrainSection(Section):
     )
     quantize_products: bool = Field(
         default=False,
-        description="compute linear layers of quantized weights in FP8, forward and backward: Hopper GPUs do with tiles of 128x128, and "
+        description="compute linear layers of quantized weights in FP8, forward and backward. Needs a Hopper GPU and tiles of 128x128; "
         "the CPU emulates it",
     )
     reduce_dtype: Literal["float32", "bfloat16", "fp8"] = Field(
@@ -172,8 +172,8 @@ class TrainSection(Section):
     )
     expert_parallel: Count = Field(
         default=1,
-        description="workers that share the experts of each layer: each holds a part of them and computes all rows that chose these. It "
-        "divides the experts, the workers and shard_group. 1: each worker gathers all experts",
+        description="workers that share the experts of each layer: each holds a part of the experts and computes all rows routed to these. "
+        "The number must divide the number of experts, the number of workers and shard_group. 1: each worker gathers all experts",
     )
     offload: Literal["none", "cpu"] = Field(
         default="none",
@@ -221,27 +221,33 @@ class ElasticSection(Section):
     snapshot_every: CountOrZero = Field(default=1, description="steps between copies of each shard in another worker's memory; 0: none")
     start_timeout_s: Positive = Field(
         default=180.0,
-        description="seconds for workers to be placed and warmed up, including compilation with train.compile: at the start (the run "
-        "then continues with those that are ready), for "
-        "joiners and spares, and for a replacement without which the run can't train; more if nodes must be started for them",
+        description="seconds for workers to be placed and warmed up, including compilation with train.compile. It holds at the start (the "
+        "run then continues with the workers that are ready), for joiners and spares, and for a replacement without which the run cannot "
+        "train. If nodes must be started for the workers, they get more time",
     )
     collective_timeout_s: Positive = Field(default=30.0, description="seconds after which an unfinished collective counts as failed")
     hang_timeout_s: Annotated[float | Literal["auto"], BeforeValidator(_seconds_or_auto)] = Field(
         default="auto",
-        description="seconds without progress after which the worker that all others wait for counts as hung and is killed; "
-        "auto: 1.8 times the longest of the last steps, 1.1 times the third longest of the last 128, at least 1.2; 0: never, only "
-        "collective_timeout_s counts (and an hour while values are filled in)",
+        description="seconds without progress after which a worker counts as hung and is killed, if all others wait for it. auto: the "
+        "largest of 1.8 times the longest of the last steps, 1.1 times the third longest of the last 128 steps, and 1.2 s. 0: never; only "
+        "collective_timeout_s ends a wait (or an hour, while parameters and states are filled in)",
     )
     max_recoveries_without_progress: Count = Field(
         default=3, description="recoveries from errors, killed processes and hangs in a row without one more step before the run fails"
     )
     max_node_losses_without_progress: Count = Field(
-        default=20, description="the same limit for losses of nodes, pre-emptions included; they do not count as recoveries above"
+        default=20,
+        description="losses of nodes (pre-emptions included) in a row without one more step before the run fails; they do not count as "
+        "recoveries",
     )
-    max_controller_restarts_without_progress: Count = Field(default=20, description="the same limit for restarts of the controller")
+    max_controller_restarts_without_progress: Count = Field(
+        default=20, description="restarts of the controller in a row without one more step before the run fails"
+    )
     max_errors: int | None = Field(default=None, ge=0, description="errors of workers before the run fails, with or without progress")
-    max_kills: int | None = Field(default=None, ge=0, description="the same limit for workers whose process ended or was killed")
-    max_hangs: int | None = Field(default=None, ge=0, description="the same limit for hangs")
+    max_kills: int | None = Field(
+        default=None, ge=0, description="workers whose process ended or was killed, before the run fails, with or without progress"
+    )
+    max_hangs: int | None = Field(default=None, ge=0, description="hangs of workers before the run fails, with or without progress")
     replace_lost: bool = Field(default=False, description="start a new worker as soon as one is lost")
     straggler: Literal["report", "relieve", "replace"] = Field(
         default="report",
@@ -257,11 +263,11 @@ class ElasticSection(Section):
     grow_gap_s: PositiveOrZero = Field(default=60.0, description="least seconds between two growths")
     demand: CountOrZero = Field(
         default=0,
-        description="with grow: workers' places to request from Ray's autoscaler at a time, until the run has its most workers; "
+        description="with grow: number of workers for which places are requested from Ray's autoscaler at a time, up to the limit of grow; "
         "0: use only free capacity",
     )
     spares: CountOrZero = Field(
-        default=0, description="warm workers beside the training ones, if there is capacity; one replaces a lost worker at once"
+        default=0, description="warm workers that do not train, if there is capacity; each replaces a lost worker at once"
     )
     standby: CountOrZero = Field(
         default=0,
@@ -302,11 +308,13 @@ class CheckpointSection(Section):
     )
     last_timeout_s: Positive = Field(
         default=600.0,
-        description="seconds for the checkpoint after the last step, or of a stop; give at least twice the time of one, since "
-        "the one before may still be in progress. After that the run has FAILED",
+        description="seconds for the checkpoint after the last step or at a stop; the run fails if it takes longer. Give at least twice "
+        "the time of a checkpoint, because the checkpoint before it may still be in progress",
     )
     keep_last: Count = Field(default=2, description="number of newest checkpoints to keep")
-    keep_every: CountOrZero = Field(default=0, description="number of steps for each of which one checkpoint is kept, too; 0: off")
+    keep_every: CountOrZero = Field(
+        default=0, description="also keep one checkpoint per so many steps: the first at or after each multiple; 0: off"
+    )
     keep_best: CountOrZero = Field(default=0, description="number of checkpoints with the best keep_metric that are kept, too; 0: off")
     keep_metric: str = Field(
         default="loss",
@@ -316,7 +324,8 @@ class CheckpointSection(Section):
     keep_mode: Literal["min", "max"] = Field(default="min", description="whether a small or a large metric is better")
     keep_verified: bool = Field(default=True, description="a checkpoint counts only after all of it was read back and verified")
     resume: Literal["auto", "never", "must"] = Field(
-        default="auto", description="start from the newest checkpoint: if there is one, never, or fail if there is none"
+        default="auto",
+        description="auto: start from the newest checkpoint if there is one; never: start anew; must: fail if there is no checkpoint",
     )
 
 
@@ -335,11 +344,11 @@ class RaySection(Section):
 class WandbConfig(Section):
     """A run of Weights & Biases."""
 
-    project: str = Field(min_length=1, description="its project")
+    project: str = Field(min_length=1, description="project of Weights & Biases")
     mode: Literal["offline", "online"] = Field(
         default="offline", description="offline: files in the run's folder, for `wandb sync`; online: sent at once"
     )
-    entity: str | None = Field(default=None, min_length=1, description="user or team; null: your default one")
+    entity: str | None = Field(default=None, min_length=1, description="user or team; null: your default entity")
     name: str | None = Field(default=None, min_length=1, description="shown name; null: run.name")
 
 
@@ -351,7 +360,7 @@ class MetricsSection(Section):
         min_length=1,
         description="address of the controller's /metrics, /status, /stop and /rescale; 0.0.0.0: reachable from other machines, too",
     )
-    port: int = Field(default=0, ge=0, le=65535, description="its port; 0: any free one (see run.json)")
+    port: int = Field(default=0, ge=0, le=65535, description="port of the metrics server; 0: any free port (see run.json)")
     interval_s: Positive = Field(default=1.0, description="seconds between progress lines")
     peak_flops: float | None = Field(
         default=None,

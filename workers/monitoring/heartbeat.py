@@ -1,7 +1,7 @@
-"""Heartbeats and current position of a worker's training thread, for monitoring. No Ray.
+"""Heartbeats and current position of a worker's training thread, for monitoring, without Ray.
 
-When a rank hangs, its peers wait for it in a collective and look just as stuck. Their positions tell them apart. So a report says, by its
-innermost Python frame, whether the training thread waits for other ranks.
+When a rank hangs, its peers wait for it in a collective and look just as stuck. Their positions tell them apart. So a report says
+whether the training thread waits for other ranks; its innermost Python frame tells this.
 
 If a thread holds the interpreter lock, no other thread of its process can inspect it. :func:`offer_stacks` lets another process get all
 stacks. A signal handler that needs no lock (:mod:`faulthandler`) writes them to memory that the other process reads through ``/proc``.

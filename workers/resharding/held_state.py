@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HeldState:
-    """Shards of one generation at one step, complete in one worker's memory. Picklable and JSON-able (``asdict``).
+    """Shards of one generation at one step, complete in one worker's memory. It can be pickled, or stored as JSON (``asdict``).
 
     Attributes:
         world: number of shards that the state is cut in. With replicas (HSDP) these are fewer than the generation's workers.

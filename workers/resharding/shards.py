@@ -74,9 +74,9 @@ class Span(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """Consecutive spans that differ in kind and dtype alone: elements of a parameter, and the same elements of its states. JSON-able.
+    """Consecutive spans that differ in kind and dtype alone: elements of a parameter, and the same elements of its states.
 
-    With AdamW there are a third as many strips as spans, and a plan for a strip holds for all of its spans.
+    JSON can hold it. With AdamW there are a third as many strips as spans, and a plan for a strip holds for all of its spans.
 
     Attributes:
         kinds: kind and dtype of each span.
@@ -146,8 +146,8 @@ class Shards:
         world: number of shards that the state is cut in: ranks of a shard group.
         rank: number of this shard. All replicas hold the same shards.
         pieces: disjoint pieces; together with the other shards' they tile every tensor.
-        scalars: JSON-able values, the same on every rank: ``step``, ``consumed``, ``base`` (a hash of the frozen weights that are no part
-            of the state), and the optimizer's scalars by parameter.
+        scalars: values that JSON can hold, the same on every rank: ``step``, ``consumed``, ``base`` (a hash of the frozen weights that are
+            no part of the state), and the optimizer's scalars by parameter.
     """
 
     generation: int

@@ -183,7 +183,7 @@ class ParameterGroup:
     # -- unshard, wait, reshard --------------------------------------------------------------------------------------
 
     def unshard(self, lane: comm.Lane, together: comm.Together, *, fresh: bool = False) -> None:
-        """Start the all-gather, or add it to those that ``together`` starts. Does nothing if it is under way or done.
+        """Start the all-gather, or add it to those that ``together`` starts. Does nothing if the all-gather is under way or done.
 
         ``fresh``: gather again if the sharded parameters have changed since (an optimizer step while the unit stayed unsharded).
         """
