@@ -371,10 +371,8 @@ class _Stream:
         requested."""
 
     def run(self, fd: int) -> None:
-        """Write chunks until the stream ends, then close ``fd``.
-
-        No other thread may close ``fd``. After a second Ctrl-C this thread goes on, and the next opened file could get the same descriptor,
-        and this thread's bytes."""
+        """Write chunks until the stream ends, then close ``fd``. No other thread may close it: this thread goes on after a second Ctrl-C.
+        The next opened file could then get the same descriptor, and this thread's bytes."""
         number = 0
         try:
             while True:
