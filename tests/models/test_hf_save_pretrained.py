@@ -50,3 +50,57 @@ def test_adapters_are_saved_from_whole_tensors(rank, world, tmp_path):
     model.save_pretrained(tmp_path / str(rank), state_dict=state)
     saved = safetensors.load_file(tmp_path / str(rank) / "adapter_model.safetensors")
     torch.testing.assert_close(saved, expected)
+
+
+class Plain(torch.nn.Module):
+    """A module with no ``save_pretrained()`` of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class Gathers(Plain):
+    """A module whose ``save_pretrained()`` gathers the tensors itself."""
+
+    def save_pretrained(self, folder, **options):
+        state = {name: value.full_tensor() for name, value in self.state_dict().items()}
+        torch.save(state, folder / f"{dist.get_rank()}.pt", **options)
+
+
+class PassesOn(Plain):
+    """A module that gives the arguments of ``save_pretrained()`` to another one."""
+
+    def save_pretrained(self, folder, **options):
+        self.linear.save_pretrained(folder, **options)
+
+
+@on_threads(2)
+def test_own_save_pretrained_that_gathers_is_called(rank, world, tmp_path):
+    """A ``save_pretrained()`` that takes no ``state_dict`` is called, also with ``**kwargs``; one that passes them on is refused."""
+    fully_shard(model := filled(Gathers()))
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), dict(filled(Plain()).state_dict()))
+    fully_shard(wrapper := PassesOn())
+    with pytest.raises(ValueError, match=r"save_pretrained\(\) of a sharded module needs whole tensors"):
+        wrapper.save_pretrained(tmp_path)
+
+
+@on_threads(2)
+def test_models_of_the_hub_are_saved_from_a_plain_copy(rank, world, tmp_path):
+    """``PyTorchModelHubMixin`` takes no ``state_dict``: the error names a remedy, which works."""
+    hub = pytest.importorskip("huggingface_hub")
+
+    class OnTheHub(Plain, hub.PyTorchModelHubMixin):
+        pass
+
+    fully_shard(model := filled(OnTheHub()))
+    with pytest.raises(RuntimeError, match=r"for a save_pretrained\(\) without state_dict, load these into a model that is not sharded"):
+        model.save_pretrained(tmp_path / str(rank))
+    copied = OnTheHub()
+    copied.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+    copied.save_pretrained(tmp_path / str(rank))
+    torch.testing.assert_close(OnTheHub.from_pretrained(tmp_path / str(rank)).state_dict(), filled(Plain()).state_dict())

@@ -190,7 +190,9 @@ class RaggedAwareDTensor(DTensor):
         """Raise an error, since the local tensor owns the memory. Exports to arrays call this method, and safetensors calls ``storage``."""
         raise RuntimeError(
             f"a {type(self).__name__} of shape {tuple(self.shape)} has no memory of its own to export or save: use its to_local(), or "
-            f"full_tensor(), taken on every rank; load_state_dict() on every rank loads whole tensors into a sharded module"
+            f"full_tensor(), taken on every rank (of a model: get_model_state_dict() of vescale_ray.state_dict with full_state_dict=True; "
+            f"for a save_pretrained() without state_dict, load these into a model that is not sharded); load_state_dict() on every rank "
+            f"loads whole tensors into a sharded module"
         )
 
     __dlpack_device__ = __array__ = numpy = storage = __dlpack__  # type: ignore[assignment]

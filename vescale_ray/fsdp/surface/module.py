@@ -276,6 +276,17 @@ def _no_script(self: Any) -> NoReturn:
     raise whole_model_needed("torch.jit.script", type(self).__name__.removeprefix("FSDP"))
 
 
+def _takes_state_dict(save: Callable[..., Any]) -> bool:
+    """``save_pretrained()`` has an argument ``state_dict`` (transformers), reads it from its ``**kwargs`` (peft) or passes these on.
+
+    Others (diffusers, ``PyTorchModelHubMixin``, a user's own that gathers) take the state dict themselves.
+    """
+    parameters = inspect.signature(save).parameters.values()
+    code = inspect.unwrap(save).__code__
+    reads = "state_dict" in code.co_consts or "save_pretrained" in code.co_names
+    return any(p.name == "state_dict" or (p.kind is p.VAR_KEYWORD and reads) for p in parameters)
+
+
 def _whole_tensors_only(save: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse ``save_pretrained()`` of sharded tensors (transformers, peft): ``save`` would take parameters of one buffer for tied ones, and
     gather elements in another order on each rank."""
@@ -301,8 +312,6 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     attributes: dict[str, Any] = {"__deepcopy__": _no_deepcopy, "__reduce_ex__": _no_pickle, "__module__": cls.__module__}
     attributes["__prepare_scriptable__"] = _no_script
     save = getattr(cls, "save_pretrained", None)
-    if inspect.isfunction(save):
-        parameters = inspect.signature(save).parameters.values()
-        if any(p.name == "state_dict" or p.kind is p.VAR_KEYWORD for p in parameters):  # peft takes it among others
-            attributes["save_pretrained"] = _whole_tensors_only(save)
+    if inspect.isfunction(save) and _takes_state_dict(save):
+        attributes["save_pretrained"] = _whole_tensors_only(save)
     return cast(type[nn.Module], type(f"FSDP{cls.__name__}", (FSDPModule, cls), attributes))

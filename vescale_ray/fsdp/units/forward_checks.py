@@ -249,7 +249,7 @@ def check_tied(units: list[Unit]) -> None:
             if param.tied is not None and installed is param.tied:
                 raise ValueError(
                     f"Parameter {param.fqn!r} is shared with a parameter already managed by another FSDP group: the modules are tied. Put "
-                    f"them into one unit, as fully_shard([module_a, module_b]), or leave both to the root"
+                    f"all that hold it into one unit, as fully_shard([module_a, module_b]), or leave all of them to the root"
                 )
             home = homes[id(installed)]
             if home is not param and (group.hooked or not param.tie_to(home)):
