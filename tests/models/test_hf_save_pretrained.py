@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,7 +59,7 @@ class Plain(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear = torch.nn.Linear(8, 8)
+        self.linear: Any = torch.nn.Linear(8, 8)
 
     def forward(self, x):
         return self.linear(x)
@@ -92,15 +94,15 @@ def test_own_save_pretrained_that_gathers_is_called(rank, world, tmp_path):
 @on_threads(2)
 def test_models_of_the_hub_are_saved_from_a_plain_copy(rank, world, tmp_path):
     """``PyTorchModelHubMixin`` takes no ``state_dict``: the error names a remedy, which works."""
-    hub = pytest.importorskip("huggingface_hub")
+    hub: Any = pytest.importorskip("huggingface_hub")
 
-    class OnTheHub(Plain, hub.PyTorchModelHubMixin):
+    class OnTheHub(Plain, hub.PyTorchModelHubMixin):  # type: ignore[name-defined,misc]
         pass
 
     fully_shard(model := filled(OnTheHub()))
     with pytest.raises(RuntimeError, match=r"for a save_pretrained\(\) without state_dict, load these into a model that is not sharded"):
         model.save_pretrained(tmp_path / str(rank))
-    copied = OnTheHub()
+    copied: Any = OnTheHub()
     copied.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
     copied.save_pretrained(tmp_path / str(rank))
     torch.testing.assert_close(OnTheHub.from_pretrained(tmp_path / str(rank)).state_dict(), filled(Plain()).state_dict())
