@@ -30,7 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from benchmarks.gpu_experts import check_experts
-from benchmarks.gpu_fp8 import check_fp8, check_products
+from benchmarks.gpu_fp8 import check_fp8, check_fp8_kernels, check_products, kernel_seconds
 from benchmarks.gpu_rescale import GLOO, Skip, check_abort, check_generations, check_moves, check_offload, check_refused
 from benchmarks.ranks import join
 from benchmarks.reporting import write
@@ -287,7 +287,7 @@ def check_adamw8bit(device: torch.device) -> str:
         # Parameter and codes are read and written, the gradient is read: 16 bytes each. A copy of half as many moves as much.
         source = torch.empty(numel * 16 // 2, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        ours, floor = _kernel_seconds(lambda optimizer=optimizer: optimizer.step()), _kernel_seconds(lambda s=source, t=target: t.copy_(s))
+        ours, floor = kernel_seconds(lambda optimizer=optimizer: optimizer.step()), kernel_seconds(lambda s=source, t=target: t.copy_(s))
         shown.append(f"{block}: {ours * 1e3:.2f} ms, {ours / floor:.2f} of the bandwidth floor")
         assert ours <= 1.3 * floor, f"a step over {numel} parameters takes {shown[-1]}, more than 1.3"
     params = [nn.Parameter(torch.zeros(64, 4096, device=device)) for _ in range(300)]
@@ -300,23 +300,6 @@ def check_adamw8bit(device: torch.device) -> str:
     optimizer.step()
     shown.append(f"a step over 300 tensors takes {(time.perf_counter() - began) * 1e3:.1f} ms of the host")
     return f"{wrong} of {codes} codes differ from the CPU's; " + "; ".join(shown)
-
-
-def _kernel_seconds(run: Callable[[], object], rounds: int = 5, calls: int = 8) -> float:
-    """Median seconds of the kernels of one call. A sleeping kernel holds the device until the host has queued all calls of a round."""
-    run()
-    times = []
-    for _ in range(rounds):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        torch.cuda._sleep(20_000_000)
-        begin.record()
-        for _ in range(calls):
-            run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3 / calls)
-    return sorted(times)[len(times) // 2]
 
 
 def main() -> int:
@@ -333,7 +316,7 @@ def main() -> int:
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False
     torch.set_num_threads(max(1, min(4, os.cpu_count() or 1)))
-    checks: dict[str, Callable[[], str]] = {
+    checks: dict[str, Callable[[], str | tuple[str, dict[str, Any]]]] = {
         "fp32, one rank": lambda: check_parity(device, False, None),
         "fp32, collectives": lambda: check_parity(device, True, None),
         "bf16 compute, fp32 reduce": lambda: check_parity(device, True, BF16),
@@ -344,6 +327,7 @@ def main() -> int:
         "two ranks, one GPU": lambda: check_two_ranks(device),
         "8-bit Adam kernel": lambda: check_adamw8bit(device),
         "gathers in FP8": lambda: check_fp8(device, shard, with_collectives, train, [build(device), build(device)]),
+        "FP8 kernels": lambda: check_fp8_kernels(device),
         "FP8 products": lambda: check_products(device),
         "experts": lambda: check_experts(device),
         "rescale: new groups": lambda: check_generations(device),
@@ -362,16 +346,17 @@ def main() -> int:
         join(f"{folder}/store", 0, 1, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         assert gloo.worker_threads(dist.distributed_c10d._get_default_group()) == 1
         for title, check in chosen.items():
-            start = time.perf_counter()
+            start, figures = time.perf_counter(), {}
             try:
-                state, text = "ok", check()
+                state, found = "ok", check()
+                text, figures = found if isinstance(found, tuple) else (found, {})
             except Skip as reason:
                 state, text = "skipped", str(reason)
             except Exception as error:
                 state, text = "FAILED", f"{type(error).__name__}: {error}"
                 if not isinstance(error, AssertionError):
                     traceback.print_exc()
-            rows[title] = {"state": state, "seconds": time.perf_counter() - start, "text": text}
+            rows[title] = {"state": state, "seconds": time.perf_counter() - start, "text": text, **figures}
             print(f"{title:<28}{state:<9}{rows[title]['seconds']:>6.1f} s  {text}", flush=True)
             write(options.json, {}, rows=rows)  # after each row: a machine that is lent for minutes may go before the last one
         dist.destroy_process_group()

@@ -1,9 +1,9 @@
-"""Checks of gathers and products in FP8 on a device, two rows of ``gpu_check.py``."""
+"""Checks of gathers, kernels and products in FP8 on a device, three rows of ``gpu_check.py``."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch import nn
 
 from benchmarks.gpu_rescale import Skip
 
-WIDTH, TOKENS, REPEATS = 8192, 8192, 20
-"""Size of the linear layer that is timed."""
+WIDTH, TOKENS, SIDE, REPEATS = 8192, 8192, 128, 20
+"""Size of the linear layer that is timed, and of its tiles."""
 
 
 def check_fp8(
@@ -69,8 +69,73 @@ def check_fp8(
     raise AssertionError("NaN in a weight was not found")
 
 
-def check_products(device: torch.device) -> str:
-    """FP8 products and their gradients equal the CPU's emulation; the time of a compiled linear layer, as a part of BF16's.
+def check_fp8_kernels(device: torch.device) -> tuple[str, dict[str, Any]]:
+    """Operands have the CPU's bits; each kernel's time, relative to the time in which the device copies as many bytes.
+
+    Raises:
+        AssertionError: a result differs, or quantizing or dequantizing weights takes more than 1.25 of the copy.
+        Skip: the device has no kernels.
+    """
+    from vescale_ray.quantization import Fp8Block, products
+    from vescale_ray.quantization.kernels import has_triton
+
+    if device.type == "cpu" or not has_triton():
+        raise Skip("needs a GPU and Triton")
+    power = Fp8Block(scales="power_of_two")
+    for m, k in ((256, 384), (7, 200), (130, 1040)):
+        x = torch.randn(m, k).mul(torch.randn(m, k).mul(3).exp()).bfloat16()
+        for form in (Fp8Block(), power):
+            for tiles in (True, False):
+                here = map(products._for_gpu, products.operands(x, form, tiles=tiles, rows=True, columns=True))
+                there = products.operands(x.to(device), form, tiles=tiles, rows=True, columns=True)
+                for one, other in zip(here, there, strict=True):
+                    assert torch.equal(one.codes.view(torch.uint8), other.codes.cpu().view(torch.uint8)), f"{form}: codes of {m} x {k}"
+                    assert torch.equal(one.scales, other.scales.cpu()), f"{form}: scales of {m} x {k}"
+    figures = {}
+    for name, moved, run in _kernels(device):
+        source = torch.empty(moved // 2, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        ours, floor = kernel_seconds(run), kernel_seconds(lambda s=source, t=target: t.copy_(s))
+        figures[name] = {"seconds": ours, "floor_seconds": floor, "bytes": moved, "of_floor": ours / floor}
+    shown = ", ".join(f"{name} {found['of_floor']:.2f}" for name, found in figures.items())
+    text = f"operands have the CPU's bits; of the bandwidth floor: {shown}"
+    slow = [name for name, found in figures.items() if "quantize" in name and found["of_floor"] > 1.25]
+    assert not slow, f"{', '.join(slow)}: more than 1.25 of the bandwidth floor ({text})"
+    return text, {"kernels": figures}
+
+
+def _kernels(device: torch.device) -> Iterator[tuple[str, int, Callable[[], Any]]]:
+    """Yield the name, the bytes that it moves, and a call of each kernel. Weights and activations are of 8192 x 8192."""
+    from vescale_ray.quantization import Fp8Block
+    from vescale_ray.quantization.fp8_triton import whole_table
+    from vescale_ray.quantization.products import operands
+
+    shape, numel = (TOKENS, WIDTH), TOKENS * WIDTH
+    weight = torch.randn(shape, device=device)
+    for form in (Fp8Block(), Fp8Block(scales="power_of_two"), Fp8Block(1, 128), Fp8Block(32, 32, "power_of_two")):
+        table, scale_bytes = whole_table(shape, form.block, form.power), numel // (form.rows * form.columns) * form.scale_dtype.itemsize
+        codes = torch.empty(numel, dtype=torch.uint8, device=device)
+        scales = torch.empty(scale_bytes, dtype=torch.uint8, device=device)
+        for dtype in (torch.float32, torch.bfloat16):
+            flat, moved = weight.to(dtype).view(-1), numel * (dtype.itemsize + 1) + scale_bytes
+            where = f"{form}, {str(dtype).removeprefix('torch.')}"
+            yield f"quantize {where}", moved, lambda t=table, f=flat, c=codes, s=scales: t.quantize(f, c, s)
+            yield f"dequantize {where}", moved, lambda t=table, f=flat, c=codes, s=scales: t.dequantize(c, s, f)
+    x = weight.bfloat16()
+    for form in (Fp8Block(), Fp8Block(scales="power_of_two")):
+        kinds = {
+            "inputs": {"rows": True}, "inputs, transposed": {"columns": True}, "output gradients": {"rows": True, "columns": True},
+            "weight": {"tiles": True, "rows": True}, "weight, transposed": {"tiles": True, "columns": True},
+        }  # fmt: skip
+        for name, wanted in kinds.items():
+            orders = len(wanted) - wanted.get("tiles", False)
+            scale_bytes = 4 * (numel // SIDE // (SIDE if "tiles" in wanted else 1)) * orders
+            run = lambda x=x, form=form, wanted=wanted: operands(x, form, **wanted)  # noqa: E731
+            yield f"operands of {name}, {form}", numel * (2 + orders) + scale_bytes, run
+
+
+def check_products(device: torch.device) -> tuple[str, dict[str, Any]]:
+    """FP8 products and their gradients equal the CPU's emulation; the time of a linear layer, eager and compiled, with BF16's.
 
     Raises:
         AssertionError: a result differs.
@@ -99,19 +164,43 @@ def check_products(device: torch.device) -> str:
             results.append([t.detach().cpu() for t in (out, given.grad, layer.weight.grad)])
         worst = max(worst, *(float((a - b).norm() / a.norm()) for a, b in zip(*results, strict=True)))
     assert worst <= 1e-3, f"products differ from the CPU's emulation by {worst:.1e}"  # tensor cores add up with fewer bits
-    seconds = {}
-    for name in ("bf16", "fp8"):
-        layer = nn.Linear(WIDTH, WIDTH, bias=False, device=device, dtype=torch.bfloat16)
-        if name == "fp8":
-            compute_in_fp8(layer, lambda name, parameter: Fp8Block())
-        compiled = torch.compile(layer)
-        x = torch.randn(TOKENS, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
-        dy = torch.randn(TOKENS, WIDTH, device=device, dtype=torch.bfloat16)
-        seconds[name] = _seconds(lambda compiled=compiled, x=x, dy=dy: compiled(x).backward(dy))
-    return f"equal the emulation to {worst:.1e}; a linear layer of {WIDTH} takes {seconds['fp8'] / seconds['bf16']:.2f} of BF16's time"
+    figures, shown = {"the three products alone": _products_seconds(device)}, []
+    for how in ("eager", "compiled"):
+        for name, form in (("bf16", None), ("fp8", Fp8Block()), ("fp8 power of two", Fp8Block(scales="power_of_two"))):
+            figures[f"{name}, {how}"] = _layer_seconds(device, form, how == "compiled")
+            if form is not None:
+                shown.append(f"{name}, {how} {figures[f'bf16, {how}'] / figures[f'{name}, {how}']:.2f}")
+    text = f"equal the emulation to {worst:.1e}; a linear layer of {WIDTH}, in times BF16's speed (goal 1.5): {'; '.join(shown)}"
+    return text, {"layer_seconds": figures}
 
 
-def _seconds(step: Callable[[], None]) -> float:
+def _layer_seconds(device: torch.device, form: Any, compiled: bool) -> float:
+    """Seconds of forward and backward of a linear layer of BF16."""
+    from vescale_ray.quantization import compute_in_fp8
+
+    layer: Any = nn.Linear(WIDTH, WIDTH, bias=False, device=device, dtype=torch.bfloat16)
+    if form is not None:
+        compute_in_fp8(layer, lambda name, parameter: form)
+    if compiled:
+        layer = torch.compile(layer)
+    x = torch.randn(TOKENS, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(TOKENS, WIDTH, device=device, dtype=torch.bfloat16)
+    return _seconds(lambda: layer(x).backward(dy))
+
+
+def _products_seconds(device: torch.device) -> float:
+    """Seconds of the FP8 products of a layer's step without quantization."""
+    from vescale_ray.quantization import Fp8Block
+    from vescale_ray.quantization.products import multiply, operands
+
+    x = torch.randn(TOKENS, WIDTH, device=device, dtype=torch.bfloat16)
+    rows, columns = operands(x, Fp8Block(), rows=True, columns=True)
+    weight, transposed = operands(x, Fp8Block(), tiles=True, rows=True, columns=True)
+    pairs = ((rows, weight), (rows, transposed), (columns, columns))
+    return _seconds(lambda: [multiply(a, b, torch.bfloat16) for a, b in pairs])
+
+
+def _seconds(step: Callable[[], Any]) -> float:
     """Seconds of one step on the device, the median of several."""
     times = []
     for _ in range(REPEATS + 3):
@@ -122,3 +211,20 @@ def _seconds(step: Callable[[], None]) -> float:
         ended.synchronize()
         times.append(began.elapsed_time(ended) / 1e3)
     return statistics.median(times[3:])
+
+
+def kernel_seconds(run: Callable[[], object], rounds: int = 5, calls: int = 8) -> float:
+    """Median seconds of the kernels of one call. A sleeping kernel holds the device until the host has queued all calls of a round."""
+    run()
+    times = []
+    for _ in range(rounds):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(20_000_000)
+        begin.record()
+        for _ in range(calls):
+            run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / calls)
+    return sorted(times)[len(times) // 2]

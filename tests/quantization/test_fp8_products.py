@@ -16,7 +16,7 @@ from tests.fsdp.transformer import part
 from tests.ranks import run_threads
 from vescale_ray import Fp8Block, compute_in_fp8, fully_shard
 from vescale_ray.quantization.fp8 import dequantize, quantize, scale_values
-from vescale_ray.quantization.products import Fp8Linear, Operand, _on_gpu, check_device, multiply, operand
+from vescale_ray.quantization.products import Fp8Linear, Operand, _for_gpu, _on_gpu, check_device, multiply, operand
 
 FORMS = [Fp8Block(), Fp8Block(scales="power_of_two"), Fp8Block(32, 32, "power_of_two")]
 
@@ -235,7 +235,7 @@ def test_gpu_operands_have_the_layout_that_cublaslt_demands(m: int, n: int, k: i
     x, w, form = wild(m, k), wild(n, k, seed=1), Fp8Block()
     rows = operand(x, form, tiles=False)
     for other in (operand(w, form, tiles=True), operand(w, form, tiles=False), operand(wild(k, n), form, tiles=True).transposed()):
-        close(_on_gpu(rows, other, torch.float32), values_of(rows) @ values_of(other).t())
+        close(_on_gpu(_for_gpu(rows), _for_gpu(other), torch.float32), values_of(rows) @ values_of(other).t())
 
 
 def test_bad_input_is_refused_and_changes_nothing() -> None:

@@ -10,7 +10,8 @@ and code * scale is the element's value. Tiles at the lower and right edges are 
 | 32 x 32 | weights in both operand orders of MX products | 1.004 | 1.001 |
 
 A power-of-two scale is rounded up, so that no code overflows, and is stored as its exponent (E8M0). No scale is below 2^-126: zero tiles
-need no special case, and no quotient overflows. Every step is one IEEE operation per element, so CPU and GPU give the same bits.
+need no special case, and no quotient overflows. Every step is one IEEE operation per element, so CPU and GPU give the same bits. On
+CUDA devices with Triton, the kernels of ``fp8_triton`` do the same.
 
 Inf and NaN make their tile's scale Inf or NaN. Callers check the scales, because the cast itself turns Inf into 448.
 """
@@ -29,6 +30,7 @@ from torch import Tensor
 from vescale_ray.block_grid import Grid, Region
 from vescale_ray.geometry import Block
 from vescale_ray.quantization.block_scales import largest_of, spread
+from vescale_ray.quantization.kernels import on_triton
 
 FORMAT = r"fp8(?: ([1-9]\d{0,4}x[1-9]\d{0,4}))?( power_of_two)?"
 """Pattern of a format's text."""
@@ -96,6 +98,11 @@ class Fp8Block:
         return Block.tile(self.rows, self.columns)
 
     @property
+    def power(self) -> bool:
+        """True if scales are powers of two."""
+        return self.scales == "power_of_two"
+
+    @property
     def scale_dtype(self) -> torch.dtype:
         """Dtype of stored scales: FP32, or uint8 for exponents."""
         return torch.float32 if self.scales == "float32" else torch.uint8
@@ -120,7 +127,12 @@ def quantize(weight: Tensor, form: Fp8Block = Fp8Block(), *, name: str = "the we
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(grid.state_shape, dtype=form.scale_dtype, device=weight.device)
     flat = weight.detach().reshape(-1)
-    quantize_range(flat, tuple(grid.regions(0, flat.numel())), form, codes.view(-1), scales.view(-1))
+    if on_triton(flat):
+        from vescale_ray.quantization.fp8_triton import whole_table
+
+        whole_table(tuple(weight.shape), form.block, form.power).quantize(flat, codes.view(-1), scales.view(-1).view(torch.uint8))
+    else:
+        quantize_range(flat, tuple(grid.regions(0, flat.numel())), form, codes.view(-1), scales.view(-1))
     bad = int(bad_scales(scales).sum())
     if bad:
         raise NonFiniteWeights(bad_text([(name, bad)]))
@@ -130,9 +142,15 @@ def quantize(weight: Tensor, form: Fp8Block = Fp8Block(), *, name: str = "the we
 def dequantize(codes: Tensor, scales: Tensor, form: Fp8Block = Fp8Block(), *, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the values of :func:`quantize`'s result in ``dtype``, rounded once from FP32."""
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    grid = Grid.of(codes.shape, form.block)
+    scales = scales.contiguous().view(-1)
+    if on_triton(out):
+        from vescale_ray.quantization.fp8_triton import whole_table
+
+        flat = codes.contiguous().view(torch.uint8).view(-1)
+        whole_table(tuple(codes.shape), form.block, form.power).dequantize(flat, scales.view(torch.uint8), out.view(-1))
+        return out
     out.copy_(codes)  # exact in BF16, FP16 and FP32
-    scale_whole(out.view(-1), scales.contiguous().view(-1), grid)
+    scale_whole(out.view(-1), scales, Grid.of(codes.shape, form.block))
     return out
 
 
@@ -170,7 +188,7 @@ def bad_text(tiles: list[tuple[str, int]]) -> str:
 def quantize_range(
     x: Tensor, regions: Sequence[Region], form: Fp8Block, codes: Tensor, scales: Tensor, largest: Mapping[int, Tensor] | None = None
 ) -> None:
-    """Write the codes and scales of ``x``, a shard of whole rows.
+    """Write the codes and scales of ``x``, a shard of whole rows, with torch's operations.
 
     Args:
         x: 1-D, any floating-point dtype.

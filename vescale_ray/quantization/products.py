@@ -11,8 +11,9 @@ Operands are quantized where they are used, with the format of :mod:`vescale_ray
 nothing: with power-of-two scales its values stay to the last bit; with FP32 scales its codes stay, and scales of a BF16 weight differ by at
 most 2^-8 of their size. Saved tensors are those of ``nn.Linear``.
 
-Hopper GPUs (compute capability 9.0) multiply the codes. The CPU emulates that: it sums the products of each block in FP32, multiplies by
-both scales, and adds the blocks in FP32. Inf or NaN in an operand makes the results that depend on its block NaN.
+Hopper GPUs (compute capability 9.0) multiply the codes; with Triton, a kernel quantizes the operands (``products_triton``). The CPU
+emulates that: it sums the products of each block in FP32, multiplies by both scales, and adds the blocks in FP32. Inf or NaN in an
+operand makes the results that depend on its block NaN.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from vescale_ray.quantization.fp8 import LARGEST, SMALLEST_SCALE, Fp8Block, form_given, rounded_up
+from vescale_ray.quantization.kernels import on_triton
 
 FormPolicy = Callable[[str, nn.Parameter], Fp8Block | None]
 SIDE = 128
@@ -48,6 +50,18 @@ class Operand(NamedTuple):
         return Operand(self.codes.t(), self.scales.t(), self.rows, self.side)
 
 
+class GpuOperand(NamedTuple):
+    """An operand as cuBLASLt wants it, with zeros up to multiples of 16 rows and columns."""
+
+    codes: Tensor
+    """e4m3, contiguous."""
+    scales: Tensor
+    """FP32: of tiles a column for each row of tiles, with a multiple of four entries; else a row for each row, of stride 1."""
+    tiles: bool
+    rows: int
+    """Rows without padding."""
+
+
 def operand(x: Tensor, form: Fp8Block, *, tiles: bool) -> Operand:
     """Quantize a matrix ``[m, k]`` in tiles of ``form``, or in blocks of one row and as many columns."""
     m, k = x.shape
@@ -63,9 +77,28 @@ def operand(x: Tensor, form: Fp8Block, *, tiles: bool) -> Operand:
     return Operand(codes, scales, rows, side)
 
 
-def multiply(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+def operands(
+    x: Tensor, form: Fp8Block, *, tiles: bool = False, rows: bool = False, columns: bool = False
+) -> list[Operand] | list[GpuOperand]:
+    """Return the operands that contract the columns of ``x`` if ``rows``, and then of its transpose if ``columns``."""
+    if on_triton(x) and form.columns == SIDE:
+        from vescale_ray.quantization.products_triton import quantize_operands
+
+        found = quantize_operands(x, form.power, tiles, rows, columns)
+        counts = [count for wanted, count in ((rows, x.shape[0]), (columns, x.shape[1])) if wanted]
+        return [GpuOperand(found[2 * at], found[2 * at + 1], tiles, count) for at, count in enumerate(counts)]
+    if tiles:
+        one = operand(x, form, tiles=True)
+        return [each for wanted, each in ((rows, one), (columns, one.transposed())) if wanted]
+    return [operand(each, form, tiles=False) for wanted, each in ((rows, x), (columns, x.t())) if wanted]
+
+
+def multiply(a: Operand | GpuOperand, b: Operand | GpuOperand, dtype: torch.dtype) -> Tensor:
     """Return ``a @ b.T`` in ``dtype``: ``[m, k]`` and ``[n, k]`` give ``[m, n]``."""
-    return _emulated(a, b, dtype) if a.codes.device.type == "cpu" else _on_gpu(a, b, dtype)
+    if isinstance(a, Operand) and isinstance(b, Operand) and a.codes.device.type == "cpu":
+        return _emulated(a, b, dtype)
+    left, right = (_for_gpu(one) if isinstance(one, Operand) else one for one in (a, b))
+    return _on_gpu(left, right, dtype)
 
 
 def check_device(device: torch.device, form: Fp8Block = Fp8Block()) -> None:  # noqa: B008 (frozen)
@@ -154,17 +187,22 @@ class _Fp8Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, form: Fp8Block) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.form = form
-        return multiply(operand(x, form, tiles=False), operand(weight, form, tiles=True), x.dtype)
+        (rows,), (tiles,) = operands(x, form, rows=True), operands(weight, form, tiles=True, rows=True)
+        return multiply(rows, tiles, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (dy,) = grads
         x, weight = ctx.saved_tensors
         form, dx, dw = ctx.form, None, None
-        if ctx.needs_input_grad[0]:
-            dx = multiply(operand(dy, form, tiles=False), operand(weight, form, tiles=True).transposed(), x.dtype)
-        if ctx.needs_input_grad[1]:
-            dw = multiply(operand(dy.t(), form, tiles=False), operand(x.t(), form, tiles=False), weight.dtype)
+        of_x, of_weight, _ = ctx.needs_input_grad
+        found = operands(dy, form, rows=of_x, columns=of_weight)
+        if of_x:
+            (tiles,) = operands(weight, form, tiles=True, columns=True)
+            dx = multiply(found[0], tiles, x.dtype)
+        if of_weight:
+            (columns,) = operands(x, form, columns=True)
+            dw = multiply(found[-1], columns, weight.dtype)
         return dx, dw, None
 
 
@@ -190,31 +228,23 @@ def _emulated(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
     return total.to(dtype)
 
 
-def _on_gpu(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """Multiply on the GPU. cuBLASLt needs sizes in multiples of 16, and column-major scales; those of tiles are padded to multiples of four
-    along k."""
-    m, n = a.codes.shape[0], b.codes.shape[0]
-    a, b = _rounded(a), _rounded(b)
+def _on_gpu(a: GpuOperand, b: GpuOperand, dtype: torch.dtype) -> Tensor:
+    """Multiply on the GPU."""
     one = F.ScalingType.BlockWise1x128
     tile = F.ScalingType.BlockWise128x128
-    out = F.scaled_mm(
-        a.codes, b.codes.t(), _scales_for_gpu(a), tile if a.rows > 1 else one, _scales_for_gpu(b), tile if b.rows > 1 else one,
-        output_dtype=dtype,
-    )
-    return out[:m, :n]
+    out = F.scaled_mm(a.codes, b.codes.t(), a.scales, tile if a.tiles else one, b.scales, tile if b.tiles else one, output_dtype=dtype)
+    return out[: a.rows, : b.rows]
 
 
-def _rounded(a: Operand) -> Operand:
-    """Pad the operand with zeros to multiples of 16 rows and columns."""
+def _for_gpu(a: Operand) -> GpuOperand:
+    """Pad the operand with zeros to multiples of 16 rows and columns, and its scales by tile to multiples of four along k."""
     m, k = a.codes.shape
-    if m % 16 == 0 and k % 16 == 0:
-        return a._replace(codes=a.codes.contiguous())
-    codes = F.pad(a.codes.view(torch.uint8), (0, -k % 16, 0, -m % 16)).view(torch.float8_e4m3fn)
-    scales = F.pad(a.scales, (0, 0, 0, -(-codes.shape[0] // a.rows) - a.scales.shape[0]), value=1.0)
-    return Operand(codes, scales, a.rows, a.side)
-
-
-def _scales_for_gpu(a: Operand) -> Tensor:
+    codes, scales = a.codes, a.scales
+    if m % 16 or k % 16:
+        codes = F.pad(codes.view(torch.uint8), (0, -k % 16, 0, -m % 16)).view(torch.float8_e4m3fn)
+        scales = F.pad(scales, (0, 0, 0, -(-codes.shape[0] // a.rows) - scales.shape[0]), value=1.0)
     if a.rows == 1:
-        return a.scales.t().contiguous().t()
-    return F.pad(a.scales, (0, -a.scales.shape[1] % 4), value=1.0).contiguous().t()
+        scales = scales.t().contiguous().t()
+    else:
+        scales = F.pad(scales, (0, -scales.shape[1] % 4), value=1.0).contiguous().t()
+    return GpuOperand(codes.contiguous(), scales, a.rows > 1, m)

@@ -12,9 +12,10 @@ from vescale_ray.fsdp.communication.comm import current_event
 from vescale_ray.fsdp.layouts.code_parts import CodeParts, CodePiece
 from vescale_ray.fsdp.layouts.division import Division
 from vescale_ray.quantization import fp8
+from vescale_ray.quantization.kernels import on_triton
 
 PIECEWISE = {"cpu"}
-"""Types of devices that dequantize each rank's piece of each tensor separately. Others use a few kernels for all ranks."""
+"""Types of devices that dequantize each rank's piece of each tensor separately. Others use a few of torch's operations for all ranks."""
 
 
 class GroupWire(Protocol):
@@ -75,6 +76,8 @@ class CodeWire:
         """True if the scales of the present codes were looked at."""
         self._bad: tuple[torch.Tensor, Any] | None = None
         """Number of each tensor's tiles with Inf or NaN, and the event after which the host may read it."""
+        self._tables: dict[str, Any] = {}
+        """The kernels' tables of this rank's shard and of all parts."""
 
     def dtype(self, compute: torch.dtype) -> torch.dtype:
         return torch.uint8
@@ -105,6 +108,9 @@ class CodeWire:
                 self._part = torch.zeros(self.parts.part_bytes, dtype=torch.uint8, device=shard.flat.device)
         held = {name: piece for name in self.parts.forms if (piece := self.parts.piece(name, self._rank)) is not None}
         largest = largest_of_ranks(self._largest_in_cut_tiles(shard, held)) if self.cuts_tiles else None
+        if on_triton(shard.flat):
+            self._table("shard", shard).quantize(shard.flat, self._part, self._part, largest)
+            return
         for name, piece in held.items():
             form = self.parts.forms[name]
             known = {element: largest[places] for element, places in piece.cut.items()} if largest is not None else None
@@ -133,13 +139,15 @@ class CodeWire:
         """
         layout = self.parts.layout
         rows = parts.view(layout.num_shards, self.parts.part_bytes)
-        scales = {name: self.parts.scales_of(name, rows) for name in self.parts.forms}
         if not self._checked:
-            bad = torch.stack([fp8.bad_scales(one).sum() for one in scales.values()])
+            bad = torch.stack([fp8.bad_scales(self.parts.scales_of(name, rows)).sum() for name in self.parts.forms])
             self._bad = bad.to("cpu", non_blocking=True), current_event(flat.device)
             if flat.device.type == "cpu":  # elsewhere the host would wait for the all-gather
                 self._raise_if_bad()
             self._checked = True
+        if on_triton(flat):
+            self._table("parts").dequantize(parts, parts, flat)
+            return
         whole = flat.view(layout.num_shards, layout.shard_numel)
         if flat.device.type in PIECEWISE:
             for rank, name, piece in self.parts.pieces():
@@ -150,7 +158,26 @@ class CodeWire:
         whole.copy_(rows[:, : layout.shard_numel].view(torch.float8_e4m3fn))  # few kernels, for any number of ranks
         for name, grid in self.parts.grids.items():
             start = layout.offsets[name]
-            fp8.scale_whole(flat[start : start + grid.numel], scales[name], grid)
+            fp8.scale_whole(flat[start : start + grid.numel], self.parts.scales_of(name, rows), grid)
+
+    def _table(self, what: str, shard: KeptShard | None = None) -> Any:
+        """Return the kernels' table of this rank's ``shard``, or of the parts of all ranks."""
+        if what not in self._tables:
+            from vescale_ray.quantization.fp8_triton import Table, TileRun
+
+            parts, pieces = self.parts, []
+            for rank, name, piece in parts.pieces():
+                form, start = parts.forms[name], rank * parts.part_bytes
+                if shard is None:
+                    values, codes = rank * parts.layout.shard_numel + piece.codes.start, start + piece.codes.start
+                    scales = (start + piece.scales.start) // form.scale_dtype.itemsize
+                    pieces.append(TileRun(form.power, piece.regions, values, codes, scales))
+                elif rank == self._rank:
+                    known = {element: places.start for element, places in piece.cut.items()}
+                    scales = piece.scales.start // form.scale_dtype.itemsize
+                    pieces.append(TileRun(form.power, piece.regions, shard.kept.offsets[name], piece.codes.start, scales, known))
+            self._tables[what] = Table(pieces)
+        return self._tables[what]
 
     def describe(self) -> tuple[str, ...]:
         return tuple(f"{name}: {form}" for name, form in self.parts.forms.items())

@@ -14,7 +14,6 @@ cut, so codes and scales are the same on any number of ranks [veScale-FSDP, sect
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -31,6 +30,7 @@ from vescale_ray.optim.eight_bit.adamw8bit_values import Held, Hyper
 from vescale_ray.optim.eight_bit.codec import FORMAT_VERSION, root_codebook, signed_codebook
 from vescale_ray.optim.parameters import check_number, local_of
 from vescale_ray.quantization.block_scales import largest_of, spread
+from vescale_ray.quantization.kernels import has_triton
 
 DEFAULT_BLOCK = 1024
 """Default block, in elements in memory order; each has two FP32 scales, so a parameter takes 2 + 8 / 1024 bytes of state."""
@@ -198,12 +198,6 @@ def step_blocks(work: Sequence[tuple[Held, Sequence[Region], Hyper]]) -> None:
         else:
             for part, region, hyper in here:
                 step_region_torch(part, region, hyper)
-
-
-@lru_cache(maxsize=1)
-def has_triton() -> bool:
-    """True if the fused kernel can be built here; without it, CUDA tensors take the torch path."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def step_region_torch(held: Held, region: Region, hyper: Hyper) -> None:
