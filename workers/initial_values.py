@@ -11,7 +11,7 @@ Random values depend on ``run.seed`` and on the name of the parameter or part.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from vescale_ray.errors import BadInput, one_line
 from vescale_ray.models import hf, lora
 from vescale_ray.models.unit_selection import select_units
 from vescale_ray.optim.parameters import local_of
+from vescale_ray.workers.factory_values import check_kept
 
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import Checkpoint
@@ -39,16 +40,17 @@ def seed_of(*parts: int | str) -> int:
 
 
 LOADING = (
-    "use model.hf, or load weights in a method init_parameter(name, full, generator) of the model, and leave out devices of parameters"
+    "use model.hf, or load weights in a method init_parameter(name, full, generator) of the model"
 )
 """The remedy for weights that a factory loads."""
 
 
-def check_initializable(model: nn.Module, where: str) -> None:
+def check_initializable(model: nn.Module, where: str, assigned: Sequence[tuple[Tensor, str]] = ()) -> None:
     """Check that each parameter and buffer of ``model``, which is on the meta device, can be filled.
 
     Args:
         where: name of the model, for messages.
+        assigned: tensors that got values when the model was built, each with the name of the function.
 
     Raises:
         ValueError: the model has neither ``init_parameter`` nor a way for each of its modules, or it has persistent buffers, or other
@@ -75,6 +77,7 @@ def check_initializable(model: nn.Module, where: str) -> None:
                 f"{where}: nothing fills the parameters of {lacking[0] or kind}; give its class a method reset_parameters(), "
                 f"or give {kind} a method init_parameter(name, full, generator)"
             )
+        check_kept(model, where, assigned)
     buffers = [name for name, _ in model.named_buffers()]
     if buffers and not callable(getattr(model, "init_buffer", None)):
         raise ValueError(

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-from torch.overrides import TorchFunctionMode
 
 from vescale_ray.config import VOCAB
 from vescale_ray.errors import BadInput
@@ -25,6 +24,7 @@ from vescale_ray.expert_parallel import check_experts, experts_of, parallelize_e
 from vescale_ray.models import hf, lora
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.models.unit_selection import select_units
+from vescale_ray.workers.factory_values import NoValues, drop_values
 from vescale_ray.workers.initial_values import LOADING, buffer_values, check_initializable
 from vescale_ray.workers.unit_forward import UnitCompiler, set_forward
 
@@ -51,7 +51,7 @@ def build_model(config: RunConfig) -> nn.Module:
             than AdamW would step 16-bit parameters.
     """
     model = config.model
-    with torch.device("meta"), _NoValues():
+    with torch.device("meta"), NoValues() as watch:
         if model.hf is not None:
             return _build_hf(model.hf, model.lora)
         if model.factory is None:
@@ -71,7 +71,8 @@ def build_model(config: RunConfig) -> nn.Module:
     if not isinstance(built, nn.Module):
         what = f"the class {built.__name__}" if isinstance(built, type) else f"a {type(built).__name__}"
         raise ValueError(f"model.factory = {model.factory}: it returns {what}; give a function that returns a torch.nn.Module")
-    check_initializable(built, f"model.factory = {model.factory}")
+    check_initializable(built, f"model.factory = {model.factory}", watch.assigned)
+    drop_values(built)
     if hf.is_hf(built):
         hf.use_no_cache(built)
     if config.elastic.deterministic and config.train.optimizer != "adamw":
@@ -159,19 +160,6 @@ def function_of(path: str) -> Any:
     """Return the function ``pkg.mod:name``. Raises ImportError or AttributeError if there is none."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
-
-
-class _NoValues(TorchFunctionMode):
-    """Skip the functions of :mod:`torch.nn.init` for tensors on the meta device. They do nothing there, in half of a model's construction
-    time."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__module__", None) == nn.init.__name__:
-            tensor = args[0] if args else kwargs.get("tensor")
-            if isinstance(tensor, Tensor) and tensor.is_meta:
-                return tensor
-        return func(*args, **kwargs)
 
 
 class Blank:

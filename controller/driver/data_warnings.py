@@ -80,12 +80,15 @@ def foreign_tokens(dataset: Any, tokenizer: str | None) -> Iterator[str]:
 
 def other_purposes(dataset: Any, sets: Mapping[str, Any]) -> Iterator[str]:
     """Warn of training data that has another purpose: files of other splits, evaluation sets, and tokens that do not count."""
+    from vescale_ray.data.document_files import TextFile
+
     trained = _sources(dataset)
     for name, source in trained.items():
         files = _files(source)
         splits = {_split_of(file.file.name): file.file.url for file in reversed(files)}
         other = next((split for split in splits if split not in ("train", None)), None)
-        if other is not None and "train" in splits:
+        source_code = None in splits and any(isinstance(file, TextFile) for file in files)  # its tests are no split
+        if other is not None and "train" in splits and not source_code:
             yield f"{name}: trains on files of other splits, too, as {splits[other]}; if that is not meant, give a glob for those of train"
         masks = _MASKS & set(getattr(files[0], "columns", ())) if files and source.unit == "ids" else ()
         if masks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vescale_ray.config import VOCAB
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vescale_ray.config import RunConfig
+    from vescale_ray.models.probes import Trial
 
 _TOKENS = 8
 """Tokens of a forward on the meta device. State space models loop over them."""
@@ -23,25 +25,48 @@ def _named(config: RunConfig) -> str:
     return f"model.hf = {config.model.hf}" if config.model.hf is not None else f"model.factory = {config.model.factory}"
 
 
-def check_model(model: Any, config: RunConfig) -> None:
-    """Check a model without changing it."""
-    check_causal(model, config)
-    if config.data.document_mask:
-        check_document_mask(model)
-    check_forward(model, config)
+def check_model(model: Any, config: RunConfig) -> list[str]:
+    """Check a model without changing it, with one forward on the meta device. Return warnings."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise RunRefused(f"{_named(config)}: no parameter has requires_grad, so there is nothing to train")
     check_vocabulary(model, config)
-    if config.model.factory is not None:
-        check_factory(model, config)
+    if config.data.document_mask and "position_ids" not in inspect.signature(model.forward).parameters:
+        kind = type(model).__name__
+        raise RunRefused(f"data.document_mask = true: {kind}.forward takes no position_ids; add them, or set it to false")
+    trial = _tried(model, config)
+    open_to_all = config.given.dataset is None and check_causal(model, config, trial)
+    if config.data.document_mask:
+        check_document_mask(model, trial)
+    check_forward(model, config, trial)
+    return [open_to_all] if open_to_all else []
 
 
-def check_causal(model: Any, config: RunConfig) -> None:
-    """Refuse a transformers model whose attention sees the tokens that it has to predict. The caller's own data set may have other
-    targets."""
+def _tried(model: Any, config: RunConfig) -> Trial:
+    from vescale_ray.models.hf import is_hf
+    from vescale_ray.models.probes import try_forward
+
+    whole, positions = (config.train.slot_batch, config.data.seq_len), config.data.document_mask
+    if is_hf(model):
+        trial = try_forward(model, (1, min(_TOKENS, config.data.seq_len)), positions=positions)
+        if trial.fault is None:  # some layers, as Reformer's, take whole chunks of tokens only
+            return trial
+    return try_forward(model, whole, positions=positions)
+
+
+def check_causal(model: Any, config: RunConfig, trial: Trial) -> str | None:
+    """Refuse a transformers model whose attention sees the tokens that it has to predict. Return a warning for another such model."""
     from vescale_ray.models.hf import is_hf
     from vescale_ray.models.probes import causal_key
 
-    if not is_hf(model) or config.given.dataset is not None or (key := causal_key(model)) is None:
-        return
+    if not is_hf(model):
+        if not trial.reads_ahead:
+            return None
+        return (
+            f"{_named(config)}: its attention reads the tokens that training predicts (it has neither a mask nor is_causal); "
+            "if that is not meant, make it causal"
+        )
+    if (key := causal_key(model, trial)) is None:
+        return None
     remedy = f", or set {key} in its {'config.json' if config.model.hf else 'configuration'}" if key else ""
     raise RunRefused(
         f"{_named(config)}: {type(model).__name__} is an encoder, whose attention reads the tokens that training predicts; give a causal "
@@ -49,25 +74,32 @@ def check_causal(model: Any, config: RunConfig) -> None:
     )
 
 
-def check_forward(model: Any, config: RunConfig) -> None:
-    """Refuse a model whose forward fails on the meta device because its sizes do not fit each other."""
-    from vescale_ray.models.hf import is_hf
-    from vescale_ray.models.probes import forward_fault
+def check_forward(model: Any, config: RunConfig, trial: Trial) -> None:
+    """Refuse a model whose forward fails because its sizes do not fit each other, or that returns no logits of all tokens."""
+    import torch
 
-    whole, positions = (config.train.slot_batch, config.data.seq_len), config.data.document_mask
-    few = (1, min(_TOKENS, config.data.seq_len))
-    fault = forward_fault(model, few if is_hf(model) else whole, positions=positions)
-    if fault is not None and is_hf(model):  # some layers, as Reformer's, take whole chunks of tokens only
-        fault = forward_fault(model, whole, positions=positions)
-    if fault is None:
+    from vescale_ray.models.config_faults import misfit
+    from vescale_ray.models.hf import CONFIG
+
+    fault, output = trial.fault, trial.output
+    if fault is not None and config.model.hf is not None:
+        fault = misfit(Path(config.model.hf) / CONFIG) or fault
+        raise RunRefused(f"{_named(config)}: a forward of {type(model).__name__} fails ({fault}); correct its config.json")
+    if fault is not None:
+        raise RunRefused(f"{_named(config)}: its forward fails with tokens {trial.shape}: {fault}; correct it")
+    if output is None or config.model.loss is not None:
         return
-    if config.model.hf is None:
-        raise RunRefused(f"{_named(config)}: its forward fails with tokens {whole}: {fault}; correct it")
-    sizes = model.config.get_text_config()
-    heads, pairs = (getattr(sizes, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    if isinstance(heads, int) and isinstance(pairs, int) and pairs > 0 and heads % pairs:
-        fault = f"num_key_value_heads = {pairs} does not divide num_attention_heads = {heads}"
-    raise RunRefused(f"{_named(config)}: a forward of {type(model).__name__} fails ({fault}); correct its config.json")
+    logits, vocab = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None), config.data.vocab or VOCAB
+    if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
+        found = f"a {type(output).__name__}" if not isinstance(logits, torch.Tensor) else f"logits of {logits.dim()} dimensions"
+        remedy = "return logits (batch, seq_len, vocab), or set model.loss"
+    elif logits.shape[:2] != trial.shape:
+        found, remedy = f"logits {tuple(logits.shape)} for tokens {trial.shape}", "return those of each token, (batch, seq_len, vocab)"
+    elif logits.shape[-1] < vocab:
+        found, remedy = f"logits of {logits.shape[-1]} tokens, but data.vocab = {vocab}", "give each token one"
+    else:
+        return
+    raise RunRefused(f"{_named(config)}: its forward returns {found}; {remedy}")
 
 
 def check_selective(model: Any, config: RunConfig) -> None:
@@ -94,15 +126,13 @@ def check_selective(model: Any, config: RunConfig) -> None:
         return
 
 
-def check_document_mask(model: Any) -> None:
-    """Refuse ``data.document_mask`` for a model that takes no positions, or whose attention ignores them."""
+def check_document_mask(model: Any, trial: Trial) -> None:
+    """Refuse ``data.document_mask`` for a model of transformers whose attention ignores positions."""
     from vescale_ray.models.hf import is_hf
     from vescale_ray.models.probes import masks_documents
 
-    kind = type(model).__name__
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise RunRefused(f"data.document_mask = true: {kind}.forward takes no position_ids; add them, or set it to false")
-    if is_hf(model) and not masks_documents(model):
+    if is_hf(model) and not masks_documents(model, trial):
+        kind = type(model).__name__
         raise RunRefused(f"data.document_mask = true: the layers of transformers' {kind} do not keep documents apart; set it to false")
 
 
@@ -116,35 +146,6 @@ def check_vocabulary(model: Any, config: RunConfig) -> None:
             f"data.vocab = {vocab}: the embedding of model.factory = {config.model.factory} has {max(rows)} rows; "
             "give the model a row for each token"
         )
-
-
-def check_factory(model: Any, config: RunConfig) -> None:
-    """Refuse a model of ``model.factory`` that trains nothing, or whose forward does not return logits of all tokens.
-
-    The forward runs on the meta device. If it can't run there because it reads values, the check proves nothing.
-    """
-    import torch
-
-    where = f"model.factory = {config.model.factory}: "
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise RunRefused(f"{where}no parameter has requires_grad, so there is nothing to train")
-    if config.model.loss is not None:
-        return
-    tokens = torch.zeros(config.train.slot_batch, config.data.seq_len, dtype=torch.int64, device="meta")
-    try:
-        with torch.no_grad(), torch.device("meta"):
-            output = model(tokens, **({"position_ids": tokens} if config.data.document_mask else {}))
-    except Exception:
-        return
-    logits, vocab = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None), config.data.vocab or VOCAB
-    if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
-        found = f"a {type(output).__name__}" if not isinstance(logits, torch.Tensor) else f"logits of {logits.dim()} dimensions"
-        raise RunRefused(f"{where}its forward returns {found}; return logits (batch, seq_len, vocab), or set model.loss")
-    if logits.shape[:2] != tokens.shape:
-        found = f"logits {tuple(logits.shape)} for tokens {tuple(tokens.shape)}"
-        raise RunRefused(f"{where}its forward returns {found}; return those of each token, (batch, seq_len, vocab)")
-    if logits.shape[-1] < vocab:
-        raise RunRefused(f"{where}its forward returns logits of {logits.shape[-1]} tokens, but data.vocab = {vocab}; give each token one")
 
 
 def check_loss(path: str, function: Callable[[Any, Tensor], Any], vocab: int) -> None:

@@ -6,7 +6,7 @@ All raise ``BadInput`` or a subclass, with one line. :func:`foresee` changes not
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -106,7 +106,8 @@ def foresee(config: RunConfig) -> Foreseen:
     warnings += tuple(warnings_of(dataset, sets, config))
     if config.data.vocab is None and dataset.vocab != VOCAB:  # the tokenizer's; a worker builds its model without looking at the data
         config = config.model_copy(update={"data": config.data.model_copy(update={"vocab": dataset.vocab})})
-    return Foreseen(config, stream_of(config, dataset), _expected(config), dataset.bytes_per_token, warnings)
+    expected, told = _expected(config)
+    return Foreseen(config, stream_of(config, dataset), expected, dataset.bytes_per_token, (*warnings, *told))
 
 
 def _check_given(config: RunConfig) -> None:
@@ -275,8 +276,8 @@ def _check_loggers(config: RunConfig) -> None:
             )
 
 
-def _expected(config: RunConfig) -> dict[str, _Expected]:
-    """Return the shape and the optimizer states of each parameter, from a model on the meta device, which takes no memory."""
+def _expected(config: RunConfig) -> tuple[dict[str, _Expected], Sequence[str]]:
+    """Return shape and optimizer states of each parameter, and warnings, from a model on the meta device, which takes no memory."""
     from vescale_ray.models.lora import is_adapter
     from vescale_ray.models.unit_selection import select_units
     from vescale_ray.optim import OptimizerConfig, route_parameters
@@ -291,7 +292,7 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
         select_units(model, config.model.units)
         shared_experts(config, model)
         check_weights_of(config, model)
-        check_model(model, config)
+        warnings = check_model(model, config)
         routing = route_parameters(model, OptimizerConfig.of(config.train))
         check_options(OptimizerConfig.of(config.train))
         apply_quantization(config, model)
@@ -305,7 +306,7 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
     except ValueError as error:
         raise RunRefused(one_line(error)) from None
     trained = {route.name: STATES[route.optimizer] for route in routing.routes}
-    return {name: _Expected(shape, trained.get(name, ())) for name, shape in held.items()}
+    return {name: _Expected(shape, trained.get(name, ())) for name, shape in held.items()}, warnings
 
 
 def _describe_model(config: RunConfig) -> None:

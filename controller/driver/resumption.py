@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vescale_ray.config.mistakes import shown
+from vescale_ray.controller.driver.resumed_keys import changed_keys
 from vescale_ray.controller.protocol import RunRefused
 
 if TYPE_CHECKING:
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
 
 _HASH = re.compile(r"[0-9a-f]{64}")
-_FUNCTION = {"llama": ("heads", "kv_heads", "rope_theta"), "hf": ("lora.alpha",), "factory": ("factory", "args")}
-"""Keys of ``model`` that may change what a model computes without changing a shape, by kind of model."""
 _ASIDE = ("dtype", "torch_dtype", "transformers_version", "architectures", "_name_or_path", "use_cache", "auto_map")
 """Keys of transformers' config.json that do not change what a model computes in training."""
 
@@ -86,26 +86,14 @@ def _hashes(*values: Any) -> bool:
 
 
 def changes_since(opened: Checkpoint, config: RunConfig) -> Iterator[str]:
-    """Yield a warning for each changed setting that gives the saved weights another meaning although their shapes fit."""
-    stored = (opened.meta.get("config") or {}).get("model") or {}
-    given = config.model.model_dump(mode="json")
-    sort = "hf" if config.model.hf else "factory" if config.model.factory else "llama"
-    told = [(f"model.{key}", _at(stored, key), _at(given, key)) for key in _FUNCTION[sort]] if stored else []
-    if config.model.hf is not None:
-        told += _changes(config)
-    for key, before, now in told:
-        if before != now:
-            yield f"{opened.commit.path} was saved with {key} = {before}, now it is {now}: its weights were trained with the former"
+    """Yield a warning for each changed setting that changes the computation although the saved state fits."""
+    told = [*changed_keys(opened.meta.get("config") or {}, config)]
+    for key, before, now, follows in (*told, *(_changes(config) if config.model.hf is not None else ())):
+        yield f"{opened.commit.path} was saved with {key} = {before}, now it is {now}: {follows}"
 
 
-def _at(tree: Mapping[str, Any], path: str) -> Any:
-    for part in path.split("."):
-        tree = (tree or {}).get(part)  # type: ignore[assignment]
-    return tree
-
-
-def _changes(config: RunConfig) -> list[tuple[str, Any, Any]]:
-    """Return the settings of a model's config.json that differ from the copy in the run's folder, which the last start has made."""
+def _changes(config: RunConfig) -> Iterator[tuple[str, str, str, str]]:
+    """Yield, as :func:`changed_keys`, the settings of a model's config.json that differ from the copy that the last start has made."""
     from vescale_ray.models.hf import CONFIG
     from vescale_ray.runfolder import RunFolder
 
@@ -116,6 +104,8 @@ def _changes(config: RunConfig) -> list[tuple[str, Any, Any]]:
     try:
         before, now = read(RunFolder(config.run_folder).path / "model"), read(Path(str(config.model.hf)))
     except (OSError, ValueError, AttributeError):
-        return []
-    where = f"{config.model.hf}/{CONFIG}: "
-    return [(where + key, before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())]
+        return
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key):
+            values = shown(before.get(key)), shown(now.get(key))
+            yield f"{config.model.hf}/{CONFIG}: {key}", *values, "its weights were trained with the former"

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from tests.controller.runs import tiny
 from vescale_ray import checkpoint
 from vescale_ray.checkpoint.stores.posix import PosixStore
 from vescale_ray.controller.driver import preflight, training
+from vescale_ray.controller.driver.resumed_keys import FREE, REFUSED, TOLD
 from vescale_ray.controller.driver.resumption import changes_since, choose_commit
 from vescale_ray.controller.protocol import RunRefused, StateSource
 from vescale_ray.runfolder import RunFolder
@@ -99,3 +102,67 @@ def test_settings_that_no_shape_shows_are_told(tmp_path: Path, then: Any, now: A
     assert not list(changes_since(opened(**now), config)) and not list(changes_since(SimpleNamespace(meta={}), config))  # type: ignore[arg-type]
     told = list(changes_since(opened(**then), config))
     assert f"/c.json was saved with {key}: its weights were trained with the former" in told
+
+
+SIZES = {"heads": 8, "kv_heads": 4, "rope_theta": 5e5, "dim": 64, "layers": 3, "ffn": 40, "tie": True}
+SCHEDULE = {"steps": 7, "warmup_steps": 3, "schedule": "wsd", "decay_steps": 2, "decay_type": "sqrt", "min_lr_ratio": 0.5}
+RATES = {"lr": 0.5, "matrix_lr": 0.5, "weight_decay": 0.5, "no_decay": ["*norm*"], "betas": (0.5, 0.5), "eps": 0.5, "grad_clip": 0.5}
+DTYPES = {"param_dtype": "bfloat16", "quantize": "fp8", "quantize_keep": ["*head*"], "quantize_products": True, "reduce_dtype": "fp8"}
+STREAM = {"column": "other", "end_token": "5", "vocab": 300, "seq_len": 8, "heldout": 0.5, "shuffle_blocks": 3}
+OTHER: dict[str, dict[str, Any]] = {
+    "data": {"document_mask": True, **STREAM},
+    "model": {"factory": "a:c", "args": {"dim": 8}, "loss": "a:b", **SIZES},
+    "train": {"slots": 7, "slot_batch": 5, "optimizer_options": {"amsgrad": True}, **SCHEDULE, **RATES, **DTYPES},
+}
+"""Another value of each key that is told, and of those that are refused by samples and shapes."""
+
+
+def changed(config: Any, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return config.model_copy(update={section: getattr(config, section).model_copy(update={name: OTHER[section][name]})})
+
+
+def of(table: Any) -> set[str]:
+    return {f"{section}.{key}" for section, keys in table.items() for key in keys}
+
+
+def test_each_key_is_refused_told_or_free_on_resume(tmp_path: Path) -> None:
+    config, tables = tiny(tmp_path, "r"), (of(REFUSED), of(TOLD), of(FREE))
+    assert sum(map(len, tables)) == len(set.union(*tables))
+    top = {f"{section}.{name}" for section in TOLD for name in type(getattr(config, section)).model_fields}
+    assert {".".join(key.split(".")[:2]) for key in set.union(*tables)} == top
+    guide = (Path(__file__).parents[2] / "docs" / "how-to" / "checkpoints.md").read_text(encoding="utf-8")
+    for key in of(REFUSED) | of(TOLD):
+        assert f"`{key}`" in guide or f"`{key.partition('.')[2]}`" in guide
+    opened: Any = SimpleNamespace(meta={"config": config.model_dump(mode="json")}, commit=SimpleNamespace(path="/c.json"))
+    assert not list(changes_since(opened, config))
+    for key in of(TOLD) - {"model.lora.alpha", "model.lora.dropout"}:
+        (line,) = changes_since(opened, changed(config, key))
+        assert line.startswith(f"/c.json was saved with {key} = ")
+
+
+def test_refused_keys_change_samples_or_shapes(tmp_path: Path) -> None:
+    ids = pa.array([[1, 2]] * 900, pa.list_(pa.int32()))
+    pq.write_table(pa.table({"text": ids, "other": ids}), tmp_path / "a.parquet", row_group_size=100)
+    config = tiny(tmp_path, "r", data_corpus=str(tmp_path / "a.parquet"), data_vocab=256)
+    before = preflight.foresee(config)
+    for key in of(REFUSED) & of(OTHER):
+        after = preflight.foresee(changed(config, key))
+        assert (before.stream, before.expected) != (after.stream, after.expected), key
+
+
+def test_a_change_without_effect_is_not_told(tmp_path: Path) -> None:
+    def told(saved: dict[str, Any], given: dict[str, Any]) -> list[str]:
+        meta = {"config": tiny(tmp_path, "r", **saved).model_dump(mode="json")}
+        opened: Any = SimpleNamespace(meta=meta, commit=SimpleNamespace(path="/c.json"))
+        return list(changes_since(opened, tiny(tmp_path, "r", **given)))
+
+    constant, factory = {"train_schedule": "constant"}, {"model_factory": "a:b"}
+    assert told({**constant, "train_steps": 10}, {**constant, "train_steps": 20}) == []
+    assert told({**factory, "model_heads": 8}, factory) == []
+    assert told({}, {"data_document_mask": True}) == [
+        "/c.json was saved with data.document_mask = false, now it is true: its weights were trained with the former"
+    ]
+    assert told({"train_lr": 0.1}, {"train_lr": 0.2}) == [
+        "/c.json was saved with train.lr = 0.1, now it is 0.2: the steps to come use the latter"
+    ]

@@ -371,3 +371,12 @@ def test_a_folder_that_a_glob_matches_is_named(tmp_path: Path) -> None:
         assert f"the glob matches the folder {tmp_path}/a.jsonl, but not its files; give **/* for the files in it, too, or" in said
         assert dataset(str(tmp_path / "**/*.jsonl"), vocab=None).describe()["files"] == 1 + more
         write_jsonl(tmp_path / "b.jsonl", ["some words"] * 9)
+
+
+def test_token_ids_in_a_column_of_bytes_are_refused(tmp_path: Path) -> None:
+    rows = [np.arange(5, 20, dtype=np.uint16).tobytes()] * 50
+    for kind in (pa.binary(), pa.large_binary()):
+        path = write_parquet(tmp_path / "a.parquet", pa.array(rows, kind))
+        said = refused(path)
+        assert said == f"{path}: the column of type {kind} has zero bytes, so it is no text; write token ids as lists of integers"
+    dataset(str(write_parquet(tmp_path / "a.parquet", pa.array([b"text of another program"] * 50))))

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.chats import write_folder
-from tests.data.sources import write_jsonl, write_parquet
+from tests.data.sources import train_tokenizer, write_jsonl, write_parquet
 from vescale_ray.config import parse_config
 from vescale_ray.controller.driver import preflight
 from vescale_ray.errors import BadInput
@@ -66,6 +66,18 @@ def test_data_for_another_purpose_is_told(tmp_path: Path) -> None:
     assert warned(Path(train), column="input_ids", vocab=9) == (
         "data.corpus: the column labels is not read, so all tokens are learned; rows with data.format = chat learn answers only",
     )
+
+
+def test_tests_of_source_code_are_no_split(tmp_path: Path) -> None:
+    folder, tokenizer = tmp_path / "code", tmp_path / "tokenizer.json"
+    train_tokenizer(tokenizer, ["some text for a run"] * 30)
+    for name in ("train.py", "model.py", "test/run.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("some text for a run\n" * 30)
+    keys = {"tokenizer": str(tokenizer), "end_token": "<|end|>"}
+    assert warned(folder, **keys) == ()
+    (folder / "model.py").unlink()
+    assert "trains on files of other splits, too, as" in warned(folder, **keys)[0]
 
 
 def test_keys_that_no_file_needs_are_told(tmp_path: Path) -> None:

@@ -145,7 +145,8 @@ def test_every_mistake_in_weights_has_a_remedy(tmp_path: Path) -> None:
 )
 def test_layers_with_states_do_not_keep_documents_apart(kind: str, sizes: dict[str, Any], kept: bool, tmp_path: Path) -> None:
     folder = hf_folders.write(tmp_path / "model", kind, **sizes)
-    assert probes.masks_documents(hf.build(hf.open_folder(folder))) is kept
+    built = hf.build(hf.open_folder(folder))
+    assert probes.masks_documents(built, probes.try_forward(built, positions=True)) is kept
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, use_cache=False).eval()
     tokens, positions = torch.arange(16)[None], torch.arange(8).repeat(2)[None]
     with torch.no_grad():
@@ -156,7 +157,8 @@ def test_layers_with_states_do_not_keep_documents_apart(kind: str, sizes: dict[s
 def test_a_model_with_images_keeps_no_cache(tmp_path: Path) -> None:
     """With one, attention would cross documents, and a recomputed layer would have its keys twice."""
     model = loaded(hf_folders.write(tmp_path / "model", "gemma3", **hf_folders.IMAGES), tmp_path)
-    assert probes.masks_documents(build_model(preflight.foresee(configured(tmp_path / "model", tmp_path)).config))
+    built = build_model(preflight.foresee(configured(tmp_path / "model", tmp_path)).config)
+    assert probes.masks_documents(built, probes.try_forward(built, positions=True))
     tokens, positions = torch.arange(16)[None], torch.arange(8).repeat(2)[None]
     with torch.no_grad():
         torch.testing.assert_close(model(tokens, position_ids=positions).logits[:, 8:], model(tokens[:, 8:]).logits, rtol=1e-5, atol=1e-5)
@@ -257,7 +259,39 @@ def test_forwards_are_tried_as_in_a_run() -> None:
         for model in (Particular(), InHalf()):
             model_checks.check_model(model, config)
         reformer = transformers.ReformerModelWithLMHead(transformers.ReformerConfig(attn_layers=["local"], **chunks, **sizes))
-    model_checks.check_forward(reformer, plain)
+    model_checks.check_model(reformer, plain)
+
+
+def test_more_experts_per_token_than_experts_are_refused(tmp_path: Path) -> None:
+    for kind, name in {"qwen3_moe": "num_local_experts", "gpt_oss": "num_local_experts", "deepseek_v3": "n_routed_experts"}.items():
+        folder = hf_folders.write(tmp_path / kind, kind)
+        edit(folder, num_experts_per_tok=5)
+        assert refused(folder, tmp_path).endswith(f"fails (num_experts_per_tok = 5 is more than {name} = 4); correct its config.json")
+
+
+def pooling() -> Any:
+    """An encoder of transformers in a module of the user's, which returns one row for a sample."""
+
+    class Pooling(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([encoder().bert])
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.layers[0](tokens).last_hidden_state.mean(1)  # type: ignore[no-any-return]
+
+        def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None: ...
+        def init_buffer(self, name: str, full: Tensor) -> None: ...
+
+    return Pooling()
+
+
+def test_an_encoder_within_a_module_is_seen() -> None:
+    config = tiny("stdlib", model_factory=f"{__name__}:pooling")
+    with torch.device("meta"):
+        model = pooling()
+    with pytest.raises(BadInput, match=r"pooling: its forward returns logits of 2 dimensions; return logits \(batch, seq_len, vocab\)"):
+        model_checks.check_model(model, config)
 
 
 def test_results_changed_in_place_are_refused_before_a_worker(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ OTHERS = [path for path in PRODUCT if path.parent != COMPAT]
 # Pickles name the classes and functions that wrote them. This reader compares the names and imports none.
 FILE_FORMATS = {"checkpoint/bridges/dcp_index.py"}
 # Names of Python, pybind11, s3fs and transformers, not of torch.
-NOT_TORCHS = {"_exit", "_current_frames", "_pybind11_conduit_v1_", "_call_s3", "_init_weights"}
+NOT_TORCHS = {"_exit", "_current_frames", "_getframe", "_pybind11_conduit_v1_", "_call_s3", "_init_weights"}
 
 
 def private(name: str) -> bool:

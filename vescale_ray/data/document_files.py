@@ -99,6 +99,9 @@ class DocumentFile(ABC):
         if part not in self._seen:
             size = sum(pc.sum(pc.binary_length(one)).as_py() or 0 for one in arrays) if self.unit == "tokenizer" else 0
             nulls = sum(one.null_count for one in arrays) if self.unit in ("bytes", "tokenizer") else 0
+            if "binary" in self.kind and any(pc.any(pc.match_substring(one, "\0")).as_py() for one in arrays):
+                where = f"{self.file.url}: the column of type {self.kind}"
+                raise BadInput(f"{where} has zero bytes, so it is no text; write token ids as lists of integers")
             self._seen[part] = sum(map(len, arrays)) if self.ends(part) else 0, size, nulls
         for documents in arrays:
             try:

@@ -209,7 +209,8 @@ def load_tokenizer(path: str) -> tuple[Any, str]:
         with fsspec.open(path, "rb") as file:
             content = file.read()
     except Exception as error:
-        raise BadInput(f"data.tokenizer = {path}: can't be read ({' '.join(str(error).split())[:200]}); give a tokenizer.json") from None
+        told = " ".join(str(error.__cause__ or error).split())[:200]  # HTTP's error names the URL alone
+        raise BadInput(f"data.tokenizer = {path}: can't be read ({told}); give a tokenizer.json") from None
     try:
         made = Tokenizer.from_str(content.decode())
     except Exception as error:

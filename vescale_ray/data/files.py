@@ -163,6 +163,8 @@ def _find(spec: str) -> Iterator[DataFile]:
     fs = LinkedFileSystem() if isinstance(fs, LocalFileSystem) else fs
     entries, root = _entries(fs, path)
     files = {name: info for name, info in entries.items() if info["type"] == "file"}
+    if not entries and not is_glob(path) and not isinstance(fs, LocalFileSystem):
+        _check_answers(fs, path)
     if not files and not (is_glob(path) and entries):
         remedy = "no file matches this glob" if is_glob(path) else "no such file or folder" if not entries else "is empty"
         raise BadInput(f"data.corpus = {spec}: {remedy}; give paths that every worker can read")
@@ -173,10 +175,21 @@ def _find(spec: str) -> Iterator[DataFile]:
         if info["type"] == "directory" and "**" not in path:  # data/*; data/*.parquet, where Spark has written a.parquet/part-0.parquet
             remedy = "give **/* for the files in it, too, or a glob that leaves it out"
             raise BadInput(f"data.corpus = {spec}: the glob matches the folder {name}, but not its files; {remedy}")
+        if info["type"] == "file" and info["size"] is None:
+            raise BadInput(f"data.corpus = {spec}: the server tells no size of {name}; download it, and give the file")
         if info["type"] == "file":
             yield DataFile(fs, name, name if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(name), relative, int(info["size"]))
         elif info.get("islink") and info["type"] == "other":
             raise lost_link(spec, name)
+
+
+def _check_answers(fs: Any, path: str) -> None:
+    """Raise the error of a storage that does not answer, as HTTP's counts as one without the file."""
+    try:
+        fs.info(path)
+    except FileNotFoundError as error:
+        if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
+            raise error.__cause__ from None
 
 
 def _entries(fs: Any, path: str) -> tuple[dict[str, Any], str]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from vescale_ray.errors import BadInput
 from vescale_ray.models import fp8_folder
+from vescale_ray.models.config_faults import below_one, explain
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "config.json"
@@ -117,11 +118,14 @@ def open_folder(path: str | os.PathLike[str], key: str = "model.hf") -> HfFolder
         raise BadInput(f"{where}: holds an adapter of peft alone; merge it into its base (ckpt export-hf --merge), and give that folder")
     if not file.is_file():
         what = f"has no {CONFIG}" if folder.is_dir() else "is a file" if folder.exists() else "no such folder"
+        if "://" in str(path):
+            raise BadInput(f"{where}: is a URL; download it (hf download NAME --local-dir FOLDER), and give the folder")
         raise BadInput(f"{where}: {what}; give a folder that save_pretrained wrote, or a downloaded snapshot of a model")
     try:
         given = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise BadInput(f"{where}: {CONFIG} can't be read ({' '.join(str(error).split())})") from None
+        told = " ".join(str(error).split())
+        raise BadInput(f"{where}: {CONFIG} can't be read ({told}); download the folder again, or correct it") from None
     if not isinstance(given, dict) or not isinstance(given.get("model_type"), str):
         raise BadInput(f"{where}: {CONFIG} names no model_type; give a folder that save_pretrained wrote")
     try:
@@ -134,7 +138,9 @@ def open_folder(path: str | os.PathLike[str], key: str = "model.hf") -> HfFolder
     except Exception as error:
         if "auto_map" in given:
             raise BadInput(f"{where}: {given['model_type']} needs the code in its folder (auto_map); build it in a model.factory") from None
-        raise BadInput(f"{where}: transformers {transformers.__version__} refuses its {CONFIG}: {_line(error)}") from None
+        raise BadInput(f"{where}: transformers {transformers.__version__} refuses its {CONFIG}: {explain(error, file)}") from None
+    if (wrong := below_one(config.get_text_config())) is not None:
+        raise BadInput(f"{where}: its {CONFIG} has {wrong}")
     if hasattr(config, fp8_folder.KEY):  # it says how files hold the weights; the model's parameters are not quantized
         delattr(config, fp8_folder.KEY)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -162,7 +168,8 @@ def build(folder: HfFolder, dtype: torch.dtype = torch.float32) -> nn.Module:
         with torch.device("meta"):
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:
-        raise BadInput(f"model.hf = {folder.path}: {type(config).__name__}: {_line(error)}") from None
+        told = explain(error, folder.path / CONFIG)
+        raise BadInput(f"model.hf = {folder.path}: transformers can't build the model of its {CONFIG}: {told}") from None
     use_no_cache(model)
     if config.get_text_config() is not config:
         _freeze_unread(model)
@@ -252,7 +259,7 @@ def unfilled(values: dict[str, Tensor]) -> list[str]:
 
 def is_hf(model: nn.Module) -> bool:
     """Return whether ``model`` is transformers'."""
-    return callable(getattr(model, "_init_weights", None)) and hasattr(model, "config")
+    return callable(getattr(model, "_init_weights", None)) and hasattr(getattr(model, "config", None), "get_text_config")
 
 
 def write_description(folder: HfFolder, buffers: Mapping[str, Tensor], target: Path, tokenizer: str | None = None) -> None:
@@ -304,7 +311,3 @@ def _transformers(where: str) -> Any:
     except ImportError:
         raise BadInput(f"{where}: the package transformers is not installed; pip install 'vescale-ray[hf]'") from None
     return transformers
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

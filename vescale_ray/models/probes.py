@@ -2,35 +2,105 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 _NEVER_CAUSAL = frozenset({"cpmant", "xlnet"})
 """Types of models whose attention has no causal form."""
 _MISFIT = re.compile(
-    r"must match|same reduction dim|broadcast|cannot be multiplied|is invalid for input|[Ee]xpected .*(size|shape)|split_with_sizes"
+    r"must match|same reduction dim|broadcast|cannot be multiplied|is invalid for input|[Ee]xpected .*(size|shape)|split_with_sizes|"
+    r"k not in range"
 )
 """Errors of torch about sizes."""
 _OF_DEVICE_OR_DTYPE = re.compile(r"\bmeta\b|triton|cuda|device|dtype|float16|fp16|bf16|\bhalf\b", re.IGNORECASE)
 """Errors that a run may not have: its device is another one, and it may cast the parameters, for kernels that take no float32."""
 
 
-def masks_documents(model: nn.Module) -> bool:
-    """Return whether the layers of transformers' ``model``, on the meta device, keep documents apart if they get the positions.
+@dataclass(frozen=True)
+class Trial:
+    """Findings of a forward on the meta device.
+
+    Attributes:
+        shape: shape of its tokens.
+        output: its result; None if it fails.
+        fault: why it fails; None if it does not, or if another device may let it succeed.
+        masks: names of transformers' mask functions in the order of the calls, each with whether it got the positions.
+        reads_ahead: whether torch's attention to all tokens got neither a mask nor ``is_causal``.
+    """
+
+    shape: tuple[int, int]
+    output: Any
+    fault: str | None
+    masks: Sequence[tuple[str, bool]]
+    reads_ahead: bool
+
+
+def try_forward(model: nn.Module, shape: tuple[int, int] = (1, 8), *, positions: bool = False) -> Trial:
+    """Run a forward of ``model``, on the meta device, with tokens of this shape.
+
+    Many operations fail on the meta device only. So only errors about sizes or arguments, and assertions, count.
+
+    Args:
+        positions: whether the model also gets ``position_ids``.
+    """
+    given = torch.zeros(shape, dtype=torch.int64, device="meta")
+    masks: list[tuple[str, bool]] = []
+
+    def called(name: str) -> Callable[..., None]:
+        return lambda *_, position_ids=None, **__: masks.append((name, position_ids is not None))
+
+    output, fault, attention = None, None, _Attention(shape[1])
+    try:
+        with torch.no_grad(), without_masks(model, called), torch.device("meta"), attention:
+            output = model(given, **({"position_ids": given} if positions else {}))
+    except Exception as error:
+        text = " ".join(str(error).split())
+        of_sizes = isinstance(error, RuntimeError) and _MISFIT.search(text) is not None
+        of_arguments = isinstance(error, TypeError) and "forward() " in text
+        asserted = isinstance(error, AssertionError) and bool(text)
+        counts = of_sizes or of_arguments or asserted or isinstance(error, ValueError | ZeroDivisionError)
+        fault = f"{type(error).__name__}: {text[:300]}" if counts and not _OF_DEVICE_OR_DTYPE.search(text) else None
+    return Trial(shape, output, fault, masks, attention.reads_ahead)
+
+
+class _Attention(TorchFunctionMode):
+    """Notes whether torch's attention to ``tokens`` tokens is open to all of them."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens, self.reads_ahead = tokens, False
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            places = {"query": 0, "key": 1, "attn_mask": 3, "is_causal": 5}
+            given: dict[str, Any] = {name: args[at] if at < len(args) else kwargs.get(name) for name, at in places.items()}
+            query, key, mask, causal = given.values()
+            self.reads_ahead |= mask is None and not causal and query.shape[-2] == key.shape[-2] == self.tokens > 1
+        elif func is F.multi_head_attention_forward:  # torch hides what it calls; the first dimension is that of the tokens
+            open_to_all = kwargs.get("attn_mask") is None and not kwargs.get("is_causal")
+            self.reads_ahead |= open_to_all and args[0].shape[0] == args[1].shape[0] == self.tokens > 1
+        return func(*args, **kwargs)
+
+
+def masks_documents(model: nn.Module, trial: Trial) -> bool:
+    """Return whether the layers of transformers' ``model`` keep documents apart if they get the positions, as in ``trial``.
 
     Layers with a state, such as Mamba's, do not. Not every architecture hands the positions to transformers' mask functions.
     """
-    return not _has_states(model) and _first_mask(model)[1]
+    return not _has_states(model) and bool(trial.masks) and trial.masks[0][1]
 
 
-def causal_key(model: nn.Module) -> str | None:
+def causal_key(model: nn.Module, trial: Trial) -> str | None:
     """Return the setting of config.json that would make ``model`` causal, for example ``"is_causal": true``.
 
     ``model`` is a transformers model on the meta device. None: it is causal already. Empty: no setting makes it causal. Encoders attend to
@@ -43,30 +113,9 @@ def causal_key(model: nn.Module) -> str | None:
             return f'"{key}": {str(causal).lower()}'
     if config.model_type in _NEVER_CAUSAL:
         return ""
-    if not _first_mask(model)[0].startswith("create_bidirectional"):
+    if not trial.masks or not trial.masks[0][0].startswith("create_bidirectional"):
         return None
     return '"is_decoder": true' if hasattr(config, "is_decoder") else ""
-
-
-def forward_fault(model: nn.Module, shape: tuple[int, int], *, positions: bool = False) -> str | None:
-    """Return why a forward of ``model``, on the meta device, fails with tokens of this shape; None if it does not, or can't be known.
-
-    Many operations fail on the meta device only. So only errors about sizes or arguments count.
-
-    Args:
-        positions: whether the model also gets ``position_ids``.
-    """
-    given = torch.zeros(shape, dtype=torch.int64, device="meta")
-    try:
-        with torch.no_grad(), without_masks(model), torch.device("meta"):
-            model(given, **({"position_ids": given} if positions else {}))
-    except Exception as error:
-        text = " ".join(str(error).split())
-        of_sizes = isinstance(error, RuntimeError) and _MISFIT.search(text) is not None
-        of_arguments = isinstance(error, TypeError) and "forward() " in text
-        if (of_sizes or of_arguments or isinstance(error, ValueError)) and not _OF_DEVICE_OR_DTYPE.search(text):
-            return f"{type(error).__name__}: {text[:300]}"
-    return None
 
 
 @contextmanager
@@ -81,7 +130,7 @@ def without_masks(model: nn.Module, made: Callable[[str], Any] = lambda name: la
         (file, name, maker)
         for file in files.values()
         for name, maker in vars(file).items()
-        if name.startswith("create_") and "mask" in name and callable(maker)
+        if name.startswith("create_") and "mask" in name and getattr(maker, "__module__", "").startswith("transformers.")
     ]
     warning = [one for one in model.modules() if hasattr(one, "warn_if_padding_and_no_attention_mask")]
     for one in warning:
@@ -95,35 +144,6 @@ def without_masks(model: nn.Module, made: Callable[[str], Any] = lambda name: la
             del one.warn_if_padding_and_no_attention_mask
         for file, name, maker in makers:
             setattr(file, name, maker)
-
-
-def _first_mask(model: nn.Module) -> tuple[str, bool]:
-    """Return the first of transformers' mask functions that a forward of ``model`` calls, and whether it gets the positions.
-
-    The name is empty if there is none. The forward runs up to there.
-    """
-
-    class Reached(Exception):
-        pass
-
-    def reaching(name: str) -> Any:
-        def reached(*_: Any, position_ids: Tensor | None = None, **__: Any) -> None:
-            raise Reached(name, position_ids is not None)
-
-        return reached
-
-    tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
-    positions = {"position_ids": tokens} if "position_ids" in inspect.signature(model.forward).parameters else {}
-    try:
-        with without_masks(model, reaching) as makers:
-            if makers:
-                model(tokens, **positions)
-    except Reached as how:
-        name, told = how.args
-        return name, told
-    except Exception:  # some look at values before they make a mask
-        return "", False
-    return "", False
 
 
 def _has_states(model: Any) -> bool:

@@ -1,0 +1,157 @@
+"""Values that a factory gives to parameters are not lost in silence, and attention that is not causal is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.ranks import run_threads
+from tests.workers.tiny import tiny
+from vescale_ray import fully_shard
+from vescale_ray.controller.driver import model_checks, preflight
+from vescale_ray.errors import BadInput
+from vescale_ray.workers.initial_values import fill
+from vescale_ray.workers.model_building import build_model
+
+TABLE = np.arange(256 * 16, dtype=np.float32).reshape(256, 16) / 1000
+
+
+class Sizes:
+    """The configuration of a model that is not transformers'."""
+
+    block = 64
+
+
+class Net(nn.Module):
+    """A model in the manner of nanoGPT, tied, with a configuration and ``_init_weights``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.embed = Sizes(), nn.Embedding(256, 16)
+        self.blocks, self.norm = nn.ModuleList([nn.Linear(16, 16)]), nn.LayerNorm(16)
+        self.head = nn.Linear(16, 256, bias=False)
+        self.head.weight = self.embed.weight
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Any:
+        assert tokens.shape[1] <= self.config.block, f"{tokens.shape[1]} tokens are more than {self.config.block}"
+        return self.head(self.norm(self.blocks[0](self.embed(tokens))))
+
+
+class Filled(Net):
+    def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        if name == "embed.weight":
+            full.copy_(torch.from_numpy(TABLE))
+        else:
+            full.fill_(0.5)
+
+
+def with_table(kind: type[Net]) -> Net:
+    net = kind()
+    net.embed.weight = net.head.weight = nn.Parameter(torch.from_numpy(TABLE.copy()))
+    return net
+
+
+def valued() -> Net:
+    return with_table(Net)
+
+
+def filled() -> Net:
+    return with_table(Filled)
+
+
+def changed(change: Callable[[Any], Any]) -> Callable[[], Net]:
+    def factory() -> Net:
+        net = Net()
+        with torch.no_grad():
+            change(net)
+        return net
+
+    return factory
+
+
+applied = changed(lambda net: net.apply(net._init_weights))
+truncated = changed(lambda net: nn.init.trunc_normal_(net.blocks[0].weight, std=0.02))
+orthogonal = changed(lambda net: nn.init.orthogonal_(net.blocks[0].weight))
+zeroed = changed(lambda net: net.blocks[0].bias.data.zero_())
+item = changed(lambda net: net.embed.weight.__setitem__(0, 0.0))
+listed = changed(lambda net: setattr(net.blocks[0], "bias", nn.Parameter(torch.tensor([0.5] * 16))))
+untouched = changed(lambda net: net.norm.reset_parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "function"),
+    [
+        ("applied", "embed.weight", "normal_"),
+        ("truncated", "blocks.0.weight", "trunc_normal_"),
+        ("orthogonal", "blocks.0.weight", "orthogonal_"),
+        ("zeroed", "blocks.0.bias", "zero_"),
+        ("item", "embed.weight", "__setitem__"),
+        ("listed", "blocks.0.bias", "torch.tensor"),
+    ],
+)
+def test_an_initialization_that_is_lost_is_refused(name: str, parameter: str, function: str) -> None:
+    """The run would fill the parameters as torch's modules do, in silence."""
+    with pytest.raises(BadInput) as caught:
+        preflight.foresee(tiny("stdlib", model_factory=f"{__name__}:{name}"))
+    assert f": {parameter} gets values by {function}, which are lost, since the factory runs on the meta device" in str(caught.value)
+    assert str(caught.value).endswith("fill all parameters in a method init_parameter(name, full, generator) of Net")
+    preflight.foresee(tiny("stdlib", model_factory=f"{__name__}:untouched"))
+
+
+def test_parameters_of_numpy_arrays_are_filled_by_init_parameter() -> None:
+    config = tiny("stdlib", model_factory=f"{__name__}:valued")
+    with pytest.raises(BadInput, match=r"embed.weight has values, .*load weights in a method init_parameter\(name, full, generator\)"):
+        preflight.foresee(config)
+    config = preflight.foresee(tiny("stdlib", model_factory=f"{__name__}:filled")).config
+
+    def run(rank: int, world: int) -> None:
+        model: Any = build_model(config)
+        assert model.head.weight is model.embed.weight and model.embed.weight.is_meta
+        fully_shard(model, to_empty=True)
+        model.to_empty(device="cpu")
+        fill(config, model, lambda: build_model(config), lambda: None)
+        assert torch.equal(model.embed.weight.full_tensor(), torch.from_numpy(TABLE)) and model.head.weight is model.embed.weight
+
+    run_threads(2, run)
+
+
+def test_an_assertion_of_the_model_is_told() -> None:
+    with pytest.raises(BadInput, match=r"forward fails with tokens \(2, 80\): AssertionError: 80 tokens are more than 64"):
+        preflight.foresee(tiny("stdlib", model_factory=f"{__name__}:untouched", data_seq_len=80))
+
+
+class Attending(nn.Module):
+    def __init__(self, causal: bool, packed: bool) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(256, 16), nn.ModuleList([nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)])
+        self.causal, self.packed = causal, packed
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if self.packed:
+            mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1]) if self.causal else None
+            x = self.layers[0](x, src_mask=mask, is_causal=self.causal)
+        else:
+            x = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=self.causal)[:, 0]
+        return x @ self.embed.weight.T
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_that_reads_ahead_is_told(causal: bool, packed: bool) -> None:
+    config = tiny("stdlib", model_factory="any:model")
+    with torch.device("meta"):
+        told = model_checks.check_model(Attending(causal, packed), config)
+    remedy = "(it has neither a mask nor is_causal); if that is not meant, make it causal"
+    line = f"model.factory = any:model: its attention reads the tokens that training predicts {remedy}"
+    assert told == ([] if causal else [line])
