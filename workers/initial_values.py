@@ -3,7 +3,8 @@
     model.hf with weights        each rank reads the ranges of its shards. With model.lora it does so in every generation
     init_parameter, init_buffer  a model fills one whole parameter or buffer at a time
     otherwise                    a part of the model gets memory at a time, and its modules fill themselves: ``reset_parameters``, or
-                                 transformers' initialization. A part is a unit, or the largest module without a unit
+                                 transformers' initialization. A part is a unit, or the largest module without a unit. Then the values
+                                 follow that the model's factory gave to its parameters
 
 Random values depend on ``run.seed`` and on the name of the parameter or part.
 """
@@ -11,7 +12,7 @@ Random values depend on ``run.seed`` and on the name of the parameter or part.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from vescale_ray.errors import BadInput, one_line
 from vescale_ray.models import hf, lora
 from vescale_ray.models.unit_selection import select_units
 from vescale_ray.optim.parameters import local_of
-from vescale_ray.workers.factory_values import check_kept
+from vescale_ray.workers.factory_values import Writes, is_filled, keep_writes, writes_of
 
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import Checkpoint
@@ -45,12 +46,12 @@ LOADING = (
 """The remedy for weights that a factory loads."""
 
 
-def check_initializable(model: nn.Module, where: str, assigned: Sequence[tuple[Tensor, str]] = ()) -> None:
+def check_initializable(model: nn.Module, where: str, writes: Writes | None = None) -> None:
     """Check that each parameter and buffer of ``model``, which is on the meta device, can be filled.
 
     Args:
         where: name of the model, for messages.
-        assigned: tensors that got values when the model was built, each with the name of the function.
+        writes: calls that gave values to tensors when the model was built. Those to parameters are kept for :func:`fill`.
 
     Raises:
         ValueError: the model has neither ``init_parameter`` nor a way for each of its modules, or it has persistent buffers, or other
@@ -70,14 +71,17 @@ def check_initializable(model: nn.Module, where: str, assigned: Sequence[tuple[T
         )
     if not callable(getattr(model, "init_parameter", None)):
         lacking = [
-            name for name, module in model.named_modules() if _owns(module) and not callable(getattr(module, "reset_parameters", None))
+            name
+            for name, module in model.named_modules()
+            if not callable(getattr(module, "reset_parameters", None))
+            and not all(is_filled(parameter, writes or {}) for parameter in module.parameters(recurse=False))
         ]
         if lacking:
             raise ValueError(
                 f"{where}: nothing fills the parameters of {lacking[0] or kind}; give its class a method reset_parameters(), "
                 f"or give {kind} a method init_parameter(name, full, generator)"
             )
-        check_kept(model, where, assigned)
+        keep_writes(model, writes or {}, where)
     buffers = [name for name, _ in model.named_buffers()]
     if buffers and not callable(getattr(model, "init_buffer", None)):
         raise ValueError(
@@ -261,7 +265,7 @@ def _fresh(config: RunConfig, model: Any, pristine: Callable[[], nn.Module], sha
         return
     built = pristine()
     units = {id(unit) for unit in select_units(built, config.model.units)}
-    names = {id(parameter): name for name, parameter in built.named_parameters()}
+    names, writes = {id(parameter): name for name, parameter in built.named_parameters()}, writes_of(built)
     done: set[str] = set()
     for part, whole in _parts(built, units):
         own = {name: names[id(p)] for name, p in part.named_parameters(recurse=whole) if names[id(p)] not in done}
@@ -274,8 +278,11 @@ def _fresh(config: RunConfig, model: Any, pristine: Callable[[], nn.Module], sha
                 hf.initialize(built, part, recurse=whole)
             else:
                 for module in part.modules() if whole else (part,):
-                    if _owns(module):
-                        module.reset_parameters()  # type: ignore[operator]
+                    if _owns(module) and callable(reset := getattr(module, "reset_parameters", None)):
+                        reset()
+                for local, name in own.items():
+                    for write in writes.get(name, ()):
+                        write.repeat(part.get_parameter(local))
         for local, name in own.items():
             yield name, part.get_parameter(local).detach()
         done |= set(own.values())

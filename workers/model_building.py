@@ -24,7 +24,7 @@ from vescale_ray.expert_parallel import check_experts, experts_of, parallelize_e
 from vescale_ray.models import hf, lora
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.models.unit_selection import select_units
-from vescale_ray.workers.factory_values import NoValues, drop_values
+from vescale_ray.workers.factory_values import FactoryWrites, drop_values
 from vescale_ray.workers.initial_values import LOADING, buffer_values, check_initializable
 from vescale_ray.workers.unit_forward import UnitCompiler, set_forward
 
@@ -51,7 +51,7 @@ def build_model(config: RunConfig) -> nn.Module:
             than AdamW would step 16-bit parameters.
     """
     model = config.model
-    with torch.device("meta"), NoValues() as watch:
+    with torch.device("meta"), FactoryWrites() as watch:
         if model.hf is not None:
             return _build_hf(model.hf, model.lora)
         if model.factory is None:
@@ -71,7 +71,7 @@ def build_model(config: RunConfig) -> nn.Module:
     if not isinstance(built, nn.Module):
         what = f"the class {built.__name__}" if isinstance(built, type) else f"a {type(built).__name__}"
         raise ValueError(f"model.factory = {model.factory}: it returns {what}; give a function that returns a torch.nn.Module")
-    check_initializable(built, f"model.factory = {model.factory}", watch.assigned)
+    check_initializable(built, f"model.factory = {model.factory}", watch.writes)
     drop_values(built)
     if hf.is_hf(built):
         hf.use_no_cache(built)

@@ -1,7 +1,8 @@
-"""Values that a factory gives to parameters are not lost in silence, and attention that is not causal is told."""
+"""Values that a factory gives to parameters are kept or refused, and attention that is not causal is told."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -88,24 +89,82 @@ listed = changed(lambda net: setattr(net.blocks[0], "bias", nn.Parameter(torch.t
 untouched = changed(lambda net: net.norm.reset_parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "parameter", "function"),
-    [
-        ("applied", "embed.weight", "normal_"),
-        ("truncated", "blocks.0.weight", "trunc_normal_"),
-        ("orthogonal", "blocks.0.weight", "orthogonal_"),
-        ("zeroed", "blocks.0.bias", "zero_"),
-        ("item", "embed.weight", "__setitem__"),
-        ("listed", "blocks.0.bias", "torch.tensor"),
-    ],
-)
-def test_an_initialization_that_is_lost_is_refused(name: str, parameter: str, function: str) -> None:
-    """The run would fill the parameters as torch's modules do, in silence."""
+class Scale(nn.Module):
+    """A module without ``reset_parameters``, as nanoGPT's LayerNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.full((16,), 0.25)), nn.Parameter(torch.zeros(16, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.bias
+
+
+def copied() -> Net:
+    net = Net()
+    nn.init.trunc_normal_(net.blocks[0].weight, std=0.02)  # type: ignore[arg-type]
+    net.norm, net.blocks = Scale(), nn.ModuleList(copy.deepcopy(net.blocks[0]) for _ in range(3))  # type: ignore[assignment]
+    return net
+
+
+class Late(Scale):
+    """Its ``reset_parameters`` replaces the values that its constructor gave before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 0.75)
+
+
+late = changed(lambda net: setattr(net, "norm", Late()))
+lost = changed(lambda net: net.blocks[0].weight.copy_(torch.randn(16, 16) * 0.02))
+
+
+def values_of(name: str) -> dict[str, Tensor]:
+    """Return the whole initial values of a factory's model, as two ranks fill their shards."""
+    config = preflight.foresee(tiny("stdlib", model_factory=f"{__name__}:{name}")).config
+
+    def run(rank: int, world: int) -> dict[str, Tensor]:
+        model: Any = build_model(config)
+        fully_shard(model, to_empty=True)
+        model.to_empty(device="cpu")
+        fill(config, model, lambda: build_model(config), lambda: None)
+        return {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+
+    return run_threads(2, run)[0]
+
+
+def test_values_that_a_factory_gives_are_given_again() -> None:
+    plain = values_of("untouched")
+    assert 0.8 < plain["embed.weight"].std() < 1.2, "as nn.Embedding's own"
+    for name in ("zeroed", "item", "listed", "late"):
+        found, alone = values_of(name), globals()[name]()
+        changes = {key for key in found if not torch.equal(found[key], plain[key])}
+        whole = {"zeroed": "blocks.0.bias", "listed": "blocks.0.bias", "late": "norm.weight"}.get(name)
+        assert changes == {whole or "embed.weight"}
+        if whole:
+            assert torch.equal(found[whole], alone.get_parameter(whole))
+        else:
+            assert not found["embed.weight"][0].any() and torch.equal(found["embed.weight"][1:], plain["embed.weight"][1:])
+    for name in ("applied", "truncated", "copied"):
+        found = values_of(name)
+        for key, value in found.items():
+            if key.startswith("blocks") and key.endswith("weight"):
+                assert 0.015 < value.std() < 0.025 and value.abs().max() < 0.1, (name, key)
+    assert torch.equal(found["norm.weight"], torch.full((16,), 0.25)) and not found["norm.bias"].any()
+    assert torch.equal(values_of("copied")["embed.weight"], found["embed.weight"]), "the same in each process"
+    square = values_of("orthogonal")["blocks.0.weight"]
+    torch.testing.assert_close(square @ square.T, torch.eye(16), atol=1e-5, rtol=0)
+    assert 0.015 < values_of("applied")["embed.weight"].std() < 0.025, "tied"
+
+
+def test_values_from_a_tensor_without_values_are_refused() -> None:
     with pytest.raises(BadInput) as caught:
-        preflight.foresee(tiny("stdlib", model_factory=f"{__name__}:{name}"))
-    assert f": {parameter} gets values by {function}, which are lost, since the factory runs on the meta device" in str(caught.value)
+        preflight.foresee(tiny("stdlib", model_factory=f"{__name__}:lost"))
+    assert ": blocks.0.weight gets values by copy_ from a tensor without values, since the factory runs on the meta" in str(caught.value)
     assert str(caught.value).endswith("fill all parameters in a method init_parameter(name, full, generator) of Net")
-    preflight.foresee(tiny("stdlib", model_factory=f"{__name__}:untouched"))
 
 
 def test_parameters_of_numpy_arrays_are_filled_by_init_parameter() -> None:

@@ -169,7 +169,7 @@ class Gain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.ones(3))
+        self.gain = nn.Parameter(torch.empty(3))
 
 
 def without_init() -> nn.Module:
