@@ -1,4 +1,4 @@
-"""What a resume makes of a changed key of ``data``, ``model`` and ``train``.
+"""The table of what a resume does with a changed key of ``data``, ``model`` or ``train``: refuse it, warn, or take it.
 
 Keys of other sections do not change what is computed, except ``run.seed``, which is refused.
 """
