@@ -12,6 +12,7 @@ Random values depend on ``run.seed`` and on the name of the parameter or part.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -272,6 +273,9 @@ def _fresh(config: RunConfig, model: Any, pristine: Callable[[], nn.Module], sha
         if not own:
             continue
         part.to_empty(device="cpu", recurse=whole)
+        for parameter in map(part.get_parameter, own):
+            if parameter.dtype.itemsize > 1 and parameter.is_floating_point():
+                parameter.fill_(math.nan)  # to find those that nothing fills
         with torch.random.fork_rng([]):
             torch.manual_seed(seed_of(config.run.seed, next(iter(own.values()))))
             if hf.is_hf(built):
@@ -283,6 +287,11 @@ def _fresh(config: RunConfig, model: Any, pristine: Callable[[], nn.Module], sha
                 for local, name in own.items():
                     for write in writes.get(name, ()):
                         write.repeat(part.get_parameter(local))
+                    if part.get_parameter(local).isnan().any():
+                        raise BadInput(
+                            f"model.factory = {config.model.factory}: {name} gets no values, or NaN; fill it in reset_parameters() of its "
+                            f"module, or all parameters in a method init_parameter(name, full, generator) of {type(built).__name__}"
+                        )
         for local, name in own.items():
             yield name, part.get_parameter(local).detach()
         done |= set(own.values())

@@ -119,7 +119,75 @@ class Late(Scale):
 
 
 late = changed(lambda net: setattr(net, "norm", Late()))
-lost = changed(lambda net: net.blocks[0].weight.copy_(torch.randn(16, 16) * 0.02))
+lost = changed(lambda net: net.blocks[0].weight.copy_(net.head.weight[:16]))
+
+
+class Whole(Net):
+    """Its ``reset_parameters`` fills parameters of its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.blocks[0].bias, 0.75)  # type: ignore[arg-type]
+
+
+class Partial(Scale):
+    """Its ``reset_parameters`` leaves out a parameter that its constructor computes from one without known values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.bias = nn.Parameter(torch.empty(16))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 0.75)
+
+
+def cast() -> nn.Module:
+    net = Net()
+    net.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+    for at, block in enumerate(net.blocks):
+        nn.init.constant_(block.weight, at)  # type: ignore[arg-type]
+    return net.to(torch.bfloat16)
+
+
+def attention() -> Net:
+    net = Net()
+    net.blocks = nn.ModuleList([nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 24, batch_first=True), 2)])
+    return net
+
+
+whole = Whole
+partial = changed(lambda net: setattr(net, "norm", Partial()))
+identity = changed(lambda net: nn.init.eye_(net.blocks[0].weight))
+negative = changed(lambda net: net.norm.weight.neg_())
+computed = changed(lambda net: setattr(net.norm, "weight", nn.Parameter(0.5 * torch.ones(16))))
+like = changed(lambda net: setattr(net.blocks[0], "bias", nn.Parameter(torch.ones_like(net.blocks[0].bias))))
+placed = changed(lambda net: setattr(net.norm, "weight", nn.Parameter(torch.from_numpy(TABLE[0].copy()).to(net.norm.weight.device))))
+
+
+def row() -> Net:
+    net = Net()
+    nn.init.constant_(net.blocks[0].weight, 0.5)  # type: ignore[arg-type]
+    with torch.no_grad():
+        net.blocks[0].weight[2:4] *= 3  # type: ignore[index,operator]
+        net.blocks[0].weight[0] = torch.ones(16).cumsum(0)  # type: ignore[operator]
+    return net
+
+
+def iterated() -> Net:
+    net, x = Net(), torch.randn(16, 16)
+    for _ in range(40):
+        x = x @ x + x
+    net.blocks[0].weight = nn.Parameter(x)
+    return net
+
+
+data = changed(lambda net: setattr(net.blocks[0].weight, "data", torch.randn(16, 16) * 0.02))
+copied_values = changed(lambda net: net.blocks[0].weight.copy_(torch.randn(16, 16) * 0.02))
 
 
 def values_of(name: str) -> dict[str, Tensor]:
@@ -158,6 +226,35 @@ def test_values_that_a_factory_gives_are_given_again() -> None:
     square = values_of("orthogonal")["blocks.0.weight"]
     torch.testing.assert_close(square @ square.T, torch.eye(16), atol=1e-5, rtol=0)
     assert 0.015 < values_of("applied")["embed.weight"].std() < 0.025, "tied"
+
+
+@pytest.mark.parametrize("name", ["whole", "identity", "negative", "computed", "like", "cast", "placed", "row"])
+def test_values_equal_those_of_the_factory_on_the_cpu(name: str) -> None:
+    torch.manual_seed(0)
+    first = dict(globals()[name]().named_parameters())
+    torch.manual_seed(1)
+    found, second = values_of(name), dict(globals()[name]().named_parameters())
+    fixed = [key for key in first if torch.equal(first[key], second[key])]
+    assert len(fixed) > 1 and all(torch.equal(found[key], first[key]) for key in fixed)
+
+
+def test_random_values_have_the_spread_of_the_factory() -> None:
+    for name in ("data", "copied_values"):
+        assert 0.015 < values_of(name)["blocks.0.weight"].std() < 0.025, name
+    found = values_of("attention")
+    for layer in "01":
+        weight = found[f"blocks.0.layers.{layer}.self_attn.in_proj_weight"]  # Xavier's, not that of a linear layer
+        assert 0.8 < weight.std() / (2 / (16 + 48)) ** 0.5 < 1.2 and not found[f"blocks.0.layers.{layer}.self_attn.in_proj_bias"].any()
+
+
+def test_a_parameter_that_nothing_fills_is_refused() -> None:
+    with pytest.raises(AssertionError, match=r"norm.bias gets no values, or NaN; fill it in reset_parameters\(\) of its module"):
+        values_of("partial")
+
+
+def test_a_long_computation_of_values_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"blocks.0.weight gets values by torch.add from a tensor without values"):
+        preflight.foresee(tiny("stdlib", model_factory=f"{__name__}:iterated"))
 
 
 def test_values_from_a_tensor_without_values_are_refused() -> None:
