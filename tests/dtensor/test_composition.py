@@ -180,11 +180,9 @@ def _use(rank: int, world: int, shape: tuple[int, ...], layout: Layout) -> list[
     target.copy_(full)
     assert torch.equal(target.to_local(), layout.part(full, me))
     if len(shape) > 1:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("VE_RAGGED_STRICT", "0")
-            assert torch.equal(torch.sum(a, -1).full_tensor(), full.sum(-1))  # type: ignore[attr-defined]
-            assert torch.equal(torch.sum(a, -1, keepdim=True).full_tensor(), full.sum(-1, keepdim=True))  # type: ignore[attr-defined]
-            assert torch.equal(a.reshape(shape[0], -1).full_tensor(), full.reshape(shape[0], -1)) if shape[0] else True  # type: ignore[attr-defined]
+        assert torch.equal(torch.sum(a, -1).full_tensor(), full.sum(-1))  # type: ignore[attr-defined]
+        assert torch.equal(torch.sum(a, -1, keepdim=True).full_tensor(), full.sum(-1, keepdim=True))  # type: ignore[attr-defined]
+        assert torch.equal(a.reshape(shape[0], -1).full_tensor(), full.reshape(shape[0], -1)) if shape[0] else True  # type: ignore[attr-defined]
     torch.manual_seed(7)
     drawn = torch.zeros(shape).uniform_()
     torch.manual_seed(7)

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from tests.fsdp.test_fsdp_hooked import Plain, bare
 from tests.fsdp.towers import filled
 from tests.fsdp.transformer import full
-from tests.ranks import on_processes, on_threads
+from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray import RaggedShard, fully_shard
 from vescale_ray.fsdp import stand_in_for_torch
 
@@ -179,14 +179,16 @@ def test_all_reduce_hook_of_replicas_takes_no_stream(rank: int, world: int) -> N
         torch.testing.assert_close(full(p.grad), q.grad * 2)
 
 
-@on_threads(2)
-def test_from_local_of_ragged_parts_takes_no_gradient_placements(rank: int, world: int) -> None:
-    mesh, home = init_device_mesh("cpu", (world,)), [RaggedShard((0,), (1, 2))]
-    part = torch.arange(12.0).view(6, 2)[(0, 2)[rank] : (2, 6)[rank]]
-    with stand_in_for_torch():
+def test_from_local_of_ragged_parts_takes_no_gradient_placements() -> None:
+    def body(rank: int, world: int) -> None:
+        mesh, home = init_device_mesh("cpu", (world,)), [RaggedShard((0,), (1, 2))]
+        part = torch.arange(12.0).view(6, 2)[(0, 2)[rank] : (2, 6)[rank]]
         with pytest.raises(ValueError, match="takes no grad_placements: leave it out"):
             DTensor.from_local(part, mesh, home, grad_placements=[Shard(0)])
         assert torch.equal(DTensor.from_local(part, mesh, home).full_tensor(), torch.arange(12.0).view(6, 2))
+
+    with stand_in_for_torch():  # once for all threads, since it changes the process
+        run_threads(2, body)
 
 
 @on_threads(2)

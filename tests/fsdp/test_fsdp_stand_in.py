@@ -193,6 +193,21 @@ def test_names_of_earlier_imports_are_replaced_and_restored() -> None:
         assert script.__dict__ == before
 
 
+def test_other_modules_are_not_asked_for_their_names() -> None:
+    """A lazy module would load itself. A library of cffi would build all of its functions, and abort if two threads ask it."""
+
+    class Lazy(types.ModuleType):
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(f"{name} loads the module")
+
+    class Library:
+        __getattribute__ = Lazy.__getattribute__
+
+    others: dict[str, Any] = {"a_lazy_module": Lazy("a_lazy_module"), "a_library": Library()}
+    with patch.dict(sys.modules, others), stand_in_for_torch():
+        assert torch.distributed.fsdp.fully_shard is vescale_ray.fully_shard
+
+
 @on_processes(2)
 def test_dim_of_a_ragged_placement_names_how_to_get_shards(rank: int, world: int) -> None:
     """The remedies of the error give placements that code for FSDP2 can read, such as peft's set_peft_model_state_dict."""

@@ -26,6 +26,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -56,9 +57,10 @@ class StandIn:
         if original is ours:  # replaced already
             return
         for where, module in list(sys.modules.items()):
-            namespace = getattr(module, "__dict__", None)
-            if not isinstance(namespace, dict) or where.partition(".")[0] == "vescale_ray":  # ours call torch's functions
+            # Other objects there may be libraries of cffi, which build all of their functions if asked, in one thread only.
+            if not issubclass(type(module), ModuleType) or where.partition(".")[0] == "vescale_ray":  # ours call torch's functions
                 continue
+            namespace = ModuleType.__getattribute__(module, "__dict__")  # a lazy module loads itself if its own method is called
             for name in [name for name, value in namespace.items() if value is original]:
                 self._replaced.append(functools.partial(namespace.__setitem__, name, original))
                 namespace[name] = ours
