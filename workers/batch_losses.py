@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_ray.workers.model_building import loss_function
+from vescale_ray.workers.model_factory import loss_function
 from vescale_ray.workers.slot_batches import positions_in, targets_in
 
 if TYPE_CHECKING:

@@ -1,18 +1,17 @@
-"""Initial values of a model: from weights, by the model's own method, or module by module. The same at every world size.
+"""Initial values of a model: from weights, by the model's own method, from its factory, or part by part. The same at every world size.
 
     model.hf with weights        each rank reads the ranges of its shards. With model.lora it does so in every generation
+    model.hf without weights     a part of the model gets memory at a time, and transformers fills it. A part is a unit, or the largest
+                                 module without a unit
     init_parameter, init_buffer  a model fills one whole parameter or buffer at a time
-    otherwise                    a part of the model gets memory at a time, and its modules fill themselves: ``reset_parameters``, or
-                                 transformers' initialization. A part is a unit, or the largest module without a unit. Then the values
-                                 follow that the model's factory gave to its parameters
+    model.factory                otherwise each worker calls it on the CPU
 
-Random values depend on ``run.seed`` and on the name of the parameter or part.
+Random values depend on ``run.seed``, and on the name of the parameter or part unless the factory draws them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -29,7 +28,7 @@ from vescale_ray.errors import BadInput, one_line
 from vescale_ray.models import hf, lora
 from vescale_ray.models.unit_selection import select_units
 from vescale_ray.optim.parameters import local_of
-from vescale_ray.workers.factory_values import Writes, is_filled, keep_writes, writes_of
+from vescale_ray.workers.model_factory import model_with_values
 
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import Checkpoint
@@ -41,64 +40,19 @@ def seed_of(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
 
 
-LOADING = (
-    "use model.hf, or load weights in a method init_parameter(name, full, generator) of the model"
-)
-"""The remedy for weights that a factory loads."""
-
-
-def check_initializable(model: nn.Module, where: str, writes: Writes | None = None) -> None:
-    """Check that each parameter and buffer of ``model``, which is on the meta device, can be filled.
-
-    Args:
-        where: name of the model, for messages.
-        writes: calls that gave values to tensors when the model was built. Those to parameters are kept for :func:`fill`.
-
-    Raises:
-        ValueError: the model has neither ``init_parameter`` nor a way for each of its modules, or it has persistent buffers, or other
-            buffers without a way to fill them, or parameters with values, which a run would replace.
-    """
-    valued = next((name for name, parameter in model.named_parameters() if not parameter.is_meta), None)
-    if valued is not None and not callable(getattr(model, "init_parameter", None)):
-        raise ValueError(f"{where}: {valued} has values, which are not kept, since the run fills all parameters; {LOADING}")
-    if hf.is_hf(model):
-        return
-    kind = type(model).__name__
-    kept = list(persistent_buffers(model))
-    if kept:
-        raise ValueError(
-            f"{where}: persistent buffers {kept[:3]} have no values on the meta device; "
-            "register them with persistent=False and fill them in init_buffer(name, full)"
-        )
-    if not callable(getattr(model, "init_parameter", None)):
-        lacking = [
-            name
-            for name, module in model.named_modules()
-            if not callable(getattr(module, "reset_parameters", None))
-            and not all(is_filled(parameter, writes or {}) for parameter in module.parameters(recurse=False))
-        ]
-        if lacking:
-            raise ValueError(
-                f"{where}: nothing fills the parameters of {lacking[0] or kind}; give its class a method reset_parameters(), "
-                f"or give {kind} a method init_parameter(name, full, generator)"
-            )
-        keep_writes(model, writes or {}, where)
-    buffers = [name for name, _ in model.named_buffers()]
-    if buffers and not callable(getattr(model, "init_buffer", None)):
-        raise ValueError(
-            f"{where}: buffers {buffers[:3]} have no values on the meta device; "
-            f"give {kind} a method init_buffer(name, full), or compute them in forward"
-        )
-
-
 def buffer_values(config: RunConfig, model: nn.Module) -> dict[str, Tensor]:
     """Return the values of the buffers of ``model``, which is on the meta device, on the CPU.
 
     Raises:
         BadInput: the weights of ``model.hf`` lack a buffer, or can't be read.
     """
-    if not hf.is_hf(model):
-        values = {name: torch.empty_like(buffer, device="cpu") for name, buffer in model.named_buffers()}
+    if config.model.hf is None:
+        buffers, fill_buffer = dict(model.named_buffers()), getattr(model, "init_buffer", None)
+        if buffers and not callable(fill_buffer):
+            remedy = "give the model a method init_buffer(name, full), or compute the buffers in forward"
+            built = dict(model_with_values(config, buffers.items(), remedy).named_buffers())
+            return {name: built[name].detach().clone() for name in buffers}
+        values = {name: torch.empty_like(buffer, device="cpu") for name, buffer in buffers.items()}
         for name, value in values.items():
             model.init_buffer(name, value)  # type: ignore[operator]
         return values
@@ -219,7 +173,7 @@ def check_weights_of(config: RunConfig, model: nn.Module) -> None:
     if (weights := weights_of(config)) is not None:
         with _named(weights):
             check_weights(weights, layout_of(config, model), dict(model.named_parameters()))
-    elif hf.is_hf(model):
+    elif config.model.hf is not None:
         with torch.no_grad(), _Written() as written:
             for part, whole in _parts(model, {id(unit) for unit in select_units(model, config.model.units)}):
                 hf.initialize(model, part, recurse=whole)
@@ -264,34 +218,21 @@ def _fresh(config: RunConfig, model: Any, pristine: Callable[[], nn.Module], sha
             model.init_parameter(name, full, torch.Generator().manual_seed(seed_of(config.run.seed, name)))
             yield name, full
         return
+    if config.model.factory is not None:
+        remedy = "give the model a method init_parameter(name, full, generator), which fills one parameter at a time"
+        for name, parameter in model_with_values(config, shapes.items(), remedy).named_parameters():
+            yield name, parameter.detach()
+        return
     built = pristine()
-    units = {id(unit) for unit in select_units(built, config.model.units)}
-    names, writes = {id(parameter): name for name, parameter in built.named_parameters()}, writes_of(built)
-    done: set[str] = set()
-    for part, whole in _parts(built, units):
+    names, done = {id(parameter): name for name, parameter in built.named_parameters()}, set[str]()
+    for part, whole in _parts(built, {id(unit) for unit in select_units(built, config.model.units)}):
         own = {name: names[id(p)] for name, p in part.named_parameters(recurse=whole) if names[id(p)] not in done}
         if not own:
             continue
         part.to_empty(device="cpu", recurse=whole)
-        for parameter in map(part.get_parameter, own):
-            if parameter.dtype.itemsize > 1 and parameter.is_floating_point():
-                parameter.fill_(math.nan)  # to find those that nothing fills
         with torch.random.fork_rng([]):
             torch.manual_seed(seed_of(config.run.seed, next(iter(own.values()))))
-            if hf.is_hf(built):
-                hf.initialize(built, part, recurse=whole)
-            else:
-                for module in part.modules() if whole else (part,):
-                    if _owns(module) and callable(reset := getattr(module, "reset_parameters", None)):
-                        reset()
-                for local, name in own.items():
-                    for write in writes.get(name, ()):
-                        write.repeat(part.get_parameter(local))
-                    if part.get_parameter(local).isnan().any():
-                        raise BadInput(
-                            f"model.factory = {config.model.factory}: {name} gets no values, or NaN; fill it in reset_parameters() of its "
-                            f"module, or all parameters in a method init_parameter(name, full, generator) of {type(built).__name__}"
-                        )
+            hf.initialize(built, part, recurse=whole)
         for local, name in own.items():
             yield name, part.get_parameter(local).detach()
         done |= set(own.values())
@@ -307,6 +248,3 @@ def _parts(module: nn.Module, units: set[int]) -> Iterator[tuple[nn.Module, bool
         yield from _parts(child, units)
     yield module, False
 
-
-def _owns(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))

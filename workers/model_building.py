@@ -6,16 +6,12 @@ Only :func:`build_sharded` needs a process group. The rest is the same for every
 from __future__ import annotations
 
 import copy
-import importlib
 import logging
-import sys
 import time
-import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from vescale_ray.config import VOCAB
@@ -24,8 +20,8 @@ from vescale_ray.expert_parallel import check_experts, experts_of, parallelize_e
 from vescale_ray.models import hf, lora
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.models.unit_selection import select_units
-from vescale_ray.workers.factory_values import FactoryWrites, drop_values
-from vescale_ray.workers.initial_values import LOADING, buffer_values, check_initializable
+from vescale_ray.workers.initial_values import buffer_values
+from vescale_ray.workers.model_factory import model_on_meta
 from vescale_ray.workers.unit_forward import UnitCompiler, set_forward
 
 if TYPE_CHECKING:
@@ -46,12 +42,11 @@ def build_model(config: RunConfig) -> nn.Module:
     """Return the unsharded model of ``config.model``, on the meta device.
 
     Raises:
-        ValueError: the folder or the factory gives no model, or raises, or its parameters or buffers can't be filled
-            (:func:`vescale_ray.workers.initial_values.check_initializable`). With ``elastic.deterministic``, also if an optimizer other
-            than AdamW would step 16-bit parameters.
+        ValueError: the folder or the factory gives no model, or raises. With ``elastic.deterministic``, also if an optimizer other than
+            AdamW would step 16-bit parameters.
     """
     model = config.model
-    with torch.device("meta"), FactoryWrites() as watch:
+    with torch.device("meta"):
         if model.hf is not None:
             return _build_hf(model.hf, model.lora)
         if model.factory is None:
@@ -67,12 +62,7 @@ def build_model(config: RunConfig) -> nn.Module:
                 tie=model.tie,
             )
             return Llama(sizes)
-        built = _factorys_model(config)
-    if not isinstance(built, nn.Module):
-        what = f"the class {built.__name__}" if isinstance(built, type) else f"a {type(built).__name__}"
-        raise ValueError(f"model.factory = {model.factory}: it returns {what}; give a function that returns a torch.nn.Module")
-    check_initializable(built, f"model.factory = {model.factory}", watch.writes)
-    drop_values(built)
+    built = model_on_meta(config)
     if hf.is_hf(built):
         hf.use_no_cache(built)
     if config.elastic.deterministic and config.train.optimizer != "adamw":
@@ -83,34 +73,6 @@ def build_model(config: RunConfig) -> nn.Module:
                 "element, so its rounding depends on its place in the shard; make the parameters float32 "
                 "(train.param_dtype = bfloat16 still computes in bfloat16), or use adamw"
             )
-    return built
-
-
-def _factorys_model(config: RunConfig) -> Any:
-    """Return the result of ``model.factory``, called on the meta device."""
-    model = config.model
-    assert model.factory is not None
-    try:
-        factory = config.given.model or function_of(model.factory)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"model.factory = {model.factory}: {error}; {_importable(model.factory)}") from None
-    except Exception as error:
-        raise ValueError(f"model.factory = {model.factory}: its import raises {type(error).__name__}: {error}") from error
-    try:
-        with warnings.catch_warnings():  # torch only warns that values go nowhere
-            warnings.filterwarnings("error", message=".*copying from a non-meta parameter in the checkpoint")
-            built = factory(**model.args)
-    except Exception as error:
-        if isinstance(error, UserWarning) and "non-meta parameter" in str(error):
-            where = f"model.factory = {model.factory}"
-            raise ValueError(
-                f"{where}: it loads weights, but runs on the meta device, where tensors have no values; {LOADING}"
-            ) from None
-        called = f"model.args = {model.args}" if model.args else "no arguments"
-        raise ValueError(
-            f"model.factory = {model.factory} with {called} raises {type(error).__name__}: {error}; it runs on the meta device, where "
-            "tensors have no values"
-        ) from error
     return built
 
 
@@ -135,33 +97,6 @@ def communicates(optimizer: torch.optim.Optimizer) -> bool:
     return any(isinstance(part, Muon | BlockOptimizer) for part in parts)
 
 
-def loss_function(path: str) -> Any:
-    """Return the function of ``model.loss``.
-
-    Raises:
-        ValueError: it can't be imported.
-    """
-    try:
-        return function_of(path)
-    except Exception as error:
-        raise ValueError(f"model.loss = {path}: {type(error).__name__}: {error}; {_importable(path)}") from None
-
-
-def _importable(path: str | None) -> str:
-    """Return the remedy for a function that can't be imported. A console script does not look for modules in the current folder."""
-    module, _, name = (path or "").partition(":")
-    file = Path(*module.removesuffix(".py").split(".")).with_suffix(".py")
-    if str(Path.cwd()) in sys.path or "" in sys.path or not file.is_file():
-        return "give an importable pkg.mod:function"
-    return f"write {'.'.join(file.with_suffix('').parts)}:{name}, and set the variable PYTHONPATH=. for {file} in this folder"
-
-
-def function_of(path: str) -> Any:
-    """Return the function ``pkg.mod:name``. Raises ImportError or AttributeError if there is none."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 class Blank:
     """The input of one trainer: the unsharded model on the meta device, and the optimizer of each parameter. It does not depend on rank and
     world size, so that it can be made before they are known.
@@ -169,18 +104,25 @@ class Blank:
     Args:
         model: result of :func:`build_model`; None builds it now.
         compiler: compiles the units; None makes one, without the knowledge of an earlier blank's.
+        buffers: values of the model's buffers; None computes them.
 
     Raises:
         ValueError: as :func:`build_model`, or the optimizer fits no parameter.
     """
 
-    def __init__(self, config: RunConfig, model: nn.Module | None = None, compiler: UnitCompiler | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        model: nn.Module | None = None,
+        compiler: UnitCompiler | None = None,
+        buffers: dict[str, Tensor] | None = None,
+    ) -> None:
         from vescale_ray.optim import OptimizerConfig, route_parameters
 
         self._config = config
         self.compiler = compiler or UnitCompiler(config)
         self.model = build_model(config) if model is None else model
-        self.buffers = buffer_values(config, self.model)
+        self.buffers = buffer_values(config, self.model) if buffers is None else buffers
         """Values of the model's buffers."""
         self.chosen = OptimizerConfig.of(config)
         self.routing = route_parameters(self.model, self.chosen)
@@ -196,7 +138,7 @@ class Blank:
 
     def copied(self) -> Blank:
         """Return a new :class:`Blank` with a copy of the model. Raises the error of :func:`copy.deepcopy` if the model cannot be copied."""
-        return Blank(self._config, copy.deepcopy(self.model), self.compiler)
+        return Blank(self._config, copy.deepcopy(self.model), self.compiler, self.buffers)
 
 
 class NextModel:

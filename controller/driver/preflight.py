@@ -283,7 +283,8 @@ def _expected(config: RunConfig) -> tuple[dict[str, _Expected], Sequence[str]]:
     from vescale_ray.optim import OptimizerConfig, route_parameters
     from vescale_ray.optim.build import check_options
     from vescale_ray.workers.initial_values import check_weights_of
-    from vescale_ray.workers.model_building import apply_quantization, build_model, loss_function, shared_experts
+    from vescale_ray.workers.model_building import apply_quantization, build_model, shared_experts
+    from vescale_ray.workers.model_factory import loss_function
 
     try:
         model = build_model(config)

@@ -226,7 +226,7 @@ number = 5
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("raising", " with no arguments raises RuntimeError: no value; it runs on the meta device"),
+        ("raising", " with no arguments raises RuntimeError: no value"),
         ("missing_attribute", " with no arguments raises AttributeError: module 'torch' has no attribute 'no_such_thing'"),
         ("needs", " with no arguments raises TypeError: needs() missing 1 required positional argument: 'size'"),
         ("number", " with no arguments raises TypeError: 'int' object is not callable"),
@@ -257,13 +257,6 @@ class Net(nn.Module):
             return logits[:, [-1]]
         return (logits, None) if self.back == "pair" else logits.flatten(0, 1) if self.back == "flat" else logits
 
-def state():
-    with torch.device("cpu"):
-        return Net().state_dict()
-def loading(assign=False):
-    net = Net()
-    net.load_state_dict(state(), assign=assign)
-    return net
 def three(output, targets, weights):
     return output.sum()
 def summed(output, targets):
@@ -300,21 +293,6 @@ def test_what_a_model_and_a_loss_return_is_checked(
     preflight.foresee(tiny(tmp_path, "r", **shared, model_loss="models_of_outputs:summed"))
     given = {} if loss is None else {"model_loss": f"models_of_outputs:{loss}"}
     assert refused(tiny(tmp_path, "r", **shared, model_args=args, **given)).endswith(words)
-
-
-def test_a_factory_that_loads_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would be replaced by initial values in silence."""
-    (tmp_path / "models_of_weights.py").write_text(OUTPUTS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    shared: dict[str, Any] = {"model_factory": "models_of_weights:loading", "model_units": "auto"}
-    start, remedy = (
-        "model.factory = models_of_weights:loading: ",
-        "use model.hf, or load weights in a method init_parameter(name, full, gener",
-    )
-    said = refused(tiny(tmp_path, "r", **shared))
-    assert said.startswith(f"{start}it loads weights, but runs on the meta device, where tensors have no values; {remedy}")
-    said = refused(tiny(tmp_path, "r", **shared, model_args={"assign": True}))
-    assert said.startswith(f"{start}embed.weight has values, which are not kept, since the run fills all parameters; {remedy}")
 
 
 def test_a_model_without_a_row_for_each_byte_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

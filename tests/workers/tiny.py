@@ -164,20 +164,8 @@ class OneWeight(nn.Module):
         full.normal_(0, 0.1, generator=generator)
 
 
-class Gain(nn.Module):
-    """A module without a way to fill its parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.empty(3))
-
-
-def without_init() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), Gain())
-
-
 class Plain(nn.Module):
-    """A model of torch's own modules, which fill themselves. ``dim`` is its width; the head is tied to the embedding."""
+    """A model of torch's own modules. ``dim`` is its width; the head is tied to the embedding."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -200,12 +188,6 @@ def loss_of_scores(output: dict[str, Tensor], targets: Tensor) -> Tensor:
 def with_buffer() -> nn.Module:
     model = DropoutModel()
     model.register_buffer("seen", torch.zeros(1))
-    return model
-
-
-def with_scratch() -> nn.Module:
-    model = DropoutModel()
-    model.register_buffer("scratch", torch.zeros(1), persistent=False)
     return model
 
 

@@ -1,0 +1,213 @@
+"""A run's initial values are those of its factory, and attention that is not causal is told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.ranks import run_threads
+from tests.workers.tiny import tiny
+from vescale_ray import fully_shard
+from vescale_ray.controller.driver import model_checks, preflight
+from vescale_ray.errors import BadInput
+from vescale_ray.workers.initial_values import fill
+from vescale_ray.workers.model_building import Blank, build_model
+
+TABLE = np.arange(256 * 16, dtype=np.float32).reshape(256, 16) / 1000
+
+
+class Sizes:
+    """The configuration of a model that is not transformers'."""
+
+    block = 64
+
+
+class Net(nn.Module):
+    """A model in the manner of nanoGPT, tied, with a configuration and ``_init_weights``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.embed = Sizes(), nn.Embedding(256, 16)
+        self.blocks, self.norm = nn.ModuleList([nn.Linear(16, 16)]), nn.LayerNorm(16)
+        self.head = nn.Linear(16, 256, bias=False)
+        self.head.weight = self.embed.weight
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Any:
+        assert tokens.shape[1] <= self.config.block, f"{tokens.shape[1]} tokens are more than {self.config.block}"
+        return self.head(self.norm(self.blocks[0](self.embed(tokens))))
+
+
+def changed(change: Callable[[Any], Any]) -> Callable[[], Net]:
+    def factory() -> Net:
+        net = Net()
+        with torch.no_grad():
+            change(net)
+        return net
+
+    return factory
+
+
+class Rotated(nn.Module):
+    """A norm with a random constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((16,), 0.25))
+        self.register_buffer("angles", torch.randn(16), persistent=False)
+        self.register_buffer("table", torch.from_numpy(TABLE[1].copy()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.angles  # type: ignore[operator]
+
+
+class Filled(Net):
+    def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        full.fill_(0.5)
+
+
+def read() -> Net:
+    """A factory that can't run on the meta device, since it reads a value."""
+    net = Net()
+    nn.init.constant_(net.norm.weight, torch.linspace(0, 1, 3)[1].item())
+    return net
+
+
+def tied_arrays() -> Net:
+    net = Net()
+    net.embed.weight = net.head.weight = nn.Parameter(torch.from_numpy(TABLE.copy()))
+    return net
+
+
+def loaded(assign: bool) -> Callable[[], Net]:
+    def factory() -> Net:
+        net = Net()
+        with torch.device("cpu"):
+            state = {name: torch.full(value.shape, 0.125) for name, value in net.state_dict().items()}
+        net.load_state_dict(state, assign=assign)
+        return net
+
+    return factory
+
+
+untouched, filled = Net, Filled
+applied = changed(lambda net: net.apply(net._init_weights))
+computed = changed(lambda net: net.blocks[0].weight.copy_(net.head.weight[:16] * 0.5))
+listed = changed(lambda net: setattr(net.blocks[0], "bias", nn.Parameter(torch.tensor([0.5] * 16))))
+random_arrays = changed(lambda net: setattr(net.norm, "bias", nn.Parameter(torch.from_numpy(np.random.rand(16).astype(np.float32)))))
+random_numbers = changed(lambda net: net.norm.bias.fill_(random.random()))
+normed = changed(lambda net: torch.nn.utils.parametrizations.weight_norm(net.blocks[0]))
+cast = changed(lambda net: net.to(torch.bfloat16))
+rotated = changed(lambda net: setattr(net, "norm", Rotated()))
+copied, assigned = loaded(False), loaded(True)
+unfilled = changed(lambda net: setattr(net.norm, "bias", nn.Parameter(torch.empty(16))))
+other_on_cpu = changed(lambda net: net.embed.weight.is_meta or setattr(net, "norm", nn.LayerNorm(1)))
+persistent = changed(lambda net: net.norm.register_buffer("angles", torch.ones(3)))
+plain_tensor = changed(lambda net: setattr(net.norm, "angles", torch.ones(3)))
+
+
+def initial(name: str) -> dict[str, Tensor]:
+    """Return the initial parameters and buffers of a factory's model, as a run has them."""
+    config = preflight.foresee(tiny("stdlib", model_factory=f"{__name__}:{name}")).config
+    buffers = Blank(config).buffers
+
+    def run(rank: int, world: int) -> dict[str, Tensor]:
+        model: Any = build_model(config)
+        assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+        fully_shard(model, to_empty=True)
+        model.to_empty(device="cpu")
+        fill(config, model, lambda: build_model(config), lambda: None)
+        return {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+
+    return run_threads(1, run)[0] | buffers
+
+
+@pytest.mark.parametrize(
+    "name",
+    "untouched applied computed listed random_arrays random_numbers tied_arrays normed cast rotated read copied assigned".split(),
+)
+def test_initial_values_are_those_of_the_factory(name: str) -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    states = torch.get_rng_state(), random.getstate()
+    found = initial(name)
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    assert not torch.are_deterministic_algorithms_enabled()
+    torch.manual_seed(7)  # run.seed
+    np.random.seed(7)
+    random.seed(7)
+    model = globals()[name]()
+    expected = dict([*model.named_parameters(), *model.named_buffers()])
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_init_parameter_takes_precedence() -> None:
+    assert all((value == 0.5).all() for value in initial("filled").values())
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("unfilled", "norm.bias gets no values, or NaN; fill it in the constructor of its module"),
+        ("other_on_cpu", "norm.weight has shape (16,) on the meta device, but on the CPU shape (1,); build the same model"),
+        ("plain_tensor", "norm.angles is a tensor, but neither a parameter nor a buffer; register it with register_buffer('angles', ten"),
+        ("persistent", "persistent buffers ['norm.angles'] are no part of a run's state; register them with persistent=False if they"),
+    ],
+)
+def test_a_factory_that_does_not_fit_is_refused(name: str, words: str) -> None:
+    with pytest.raises((AssertionError, BadInput)) as caught:
+        initial(name)
+    assert f"model.factory = {__name__}:{name}: {words}" in str(caught.value)
+
+
+def test_a_model_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    config = tiny("stdlib", model_factory=f"{__name__}:untouched")
+    with pytest.raises(BadInput, match=r"take 0.0 GiB of memory in each worker, .* give the model a method init_parameter\(name"):
+        fill(config, build_model(config), lambda: build_model(config), lambda: None)
+    config = tiny("stdlib", model_factory=f"{__name__}:filled")
+    fill(config, build_model(config).to_empty(device="cpu"), lambda: build_model(config), lambda: None)
+
+
+def test_an_assertion_of_the_model_is_told() -> None:
+    with pytest.raises(BadInput, match=r"forward fails with tokens \(2, 80\): AssertionError: 80 tokens are more than 64"):
+        preflight.foresee(tiny("stdlib", model_factory=f"{__name__}:untouched", data_seq_len=80))
+
+
+class Attending(nn.Module):
+    def __init__(self, causal: bool, packed: bool) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(256, 16), nn.ModuleList([nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)])
+        self.causal, self.packed = causal, packed
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if self.packed:
+            mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1]) if self.causal else None
+            x = self.layers[0](x, src_mask=mask, is_causal=self.causal)
+        else:
+            x = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=self.causal)[:, 0]
+        return x @ self.embed.weight.T
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_that_reads_ahead_is_told(causal: bool, packed: bool) -> None:
+    config = tiny("stdlib", model_factory="any:model")
+    with torch.device("meta"):
+        told = model_checks.check_model(Attending(causal, packed), config)
+    remedy = "(it has neither a mask nor is_causal); if that is not meant, make it causal"
+    line = f"model.factory = any:model: its attention reads the tokens that training predicts {remedy}"
+    assert told == ([] if causal else [line])
