@@ -292,7 +292,8 @@ def test_files_that_are_hardly_meant_as_text_are_refused(tmp_path: Path, suffix:
     file = write_jsonl(tmp_path / f"a.{suffix}", ["some words and more"] * 30)
     for named in ([str(file)], file, tmp_path):
         said = refused(named, vocab=None)
-        assert f"{file} would be read as plain text; set data.format to jsonl if each line is a JSON object, or to text" in said
+        remedy = "would be read as plain text; set data.format to jsonl if each line is a JSON object, or to text"
+        assert f"{file} {'is no text by its suffix; write token ids as .npy' if suffix == 'npz' else remedy}" in said
     lines, text = (load_dataset(keys(str(file), vocab=None, format=one)) for one in ("jsonl", "text"))
     assert bytes(lines.batch(np.array([0]))[0][0].tolist()) == b"some wor"
     assert bytes(text.batch(np.array([0]))[0][0].tolist()).startswith(b"{")

@@ -214,6 +214,10 @@ def _format_of(spec: str, files: Sequence[tuple[str, str]]) -> str:
             f"data.corpus = {spec}: {here} is {one} by its suffix, but {there} is {other}; give a glob (*{meant}), or set data.format"
         )
     suffixes = {PurePosixPath(name).suffix.lower() for name, _ in files}
+    if suffixes and suffixes <= _BINARY:
+        raise BadInput(
+            f"data.corpus = {spec}: {files[0][1]} is no text by its suffix; write token ids as .npy, or documents as Parquet or JSONL"
+        )
     if suffixes and suffixes <= _NO_TEXT:
         raise BadInput(
             f"data.corpus = {spec}: {files[0][1]} would be read as plain text; set data.format to jsonl if each line is a JSON object, "
