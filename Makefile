@@ -38,9 +38,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/vescale-ray demo $(ARGS)
 
-# Tests wait more than they compute: two lanes, a file to one of them as a whole, in the order of tests/conftest.py.
+# Tests wait more than they compute: two lanes, a file to one of them as a whole, in the order of tests/conftest.py. If a lane's process
+# dies, the run ends: with another process in its place, pytest-xdist 3.8 stands still.
+LANES := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+
 test: lint
-	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -m "not slow" $(LANES)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow --timeout 900
@@ -58,7 +61,7 @@ $(OTHER)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 test-torch: $(OTHER)/.installed
-	$(OTHER)/bin/python -m pytest -q -m "not slow" -n 2 --dist loadfile -p no:cacheprovider \
+	$(OTHER)/bin/python -m pytest -q -m "not slow" $(LANES) -p no:cacheprovider \
 		tests/packaging/test_compat.py tests/fsdp tests/dtensor tests/optim tests/checkpoint $(ARGS)
 else
 test-torch:
