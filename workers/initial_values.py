@@ -93,7 +93,7 @@ def fill(config: RunConfig, model: Any, pristine: Callable[[], nn.Module], beat:
     if config.model.lora is not None:
         fresh = lora.initial_adapters(pristine(), partial(seed_of, config.run.seed))
     else:
-        fresh = _fresh(config, model, pristine, parameters) if weights is None else iter(())
+        fresh = _fresh(config, model, pristine, parameters, beat) if weights is None else iter(())
     for name, full in fresh:
         parameters[name].copy_(full.to(parameters[name].device))
         beat()
@@ -210,7 +210,9 @@ def _named(weights: str) -> Iterator[None]:
         raise BadInput(f"model.hf = {weights}: {text}{'' if ';' in text else f'; {remedy}'}") from None
 
 
-def _fresh(config: RunConfig, model: Any, pristine: Callable[[], nn.Module], shapes: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _fresh(
+    config: RunConfig, model: Any, pristine: Callable[[], nn.Module], shapes: dict[str, Any], beat: Callable[[], None]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield each parameter's name and initial values, whole, on the CPU."""
     if callable(getattr(model, "init_parameter", None)):
         for name, parameter in shapes.items():
@@ -220,7 +222,7 @@ def _fresh(config: RunConfig, model: Any, pristine: Callable[[], nn.Module], sha
         return
     if config.model.factory is not None:
         remedy = "give the model a method init_parameter(name, full, generator), which fills one parameter at a time"
-        for name, parameter in model_with_values(config, shapes.items(), remedy).named_parameters():
+        for name, parameter in model_with_values(config, shapes.items(), remedy, beat).named_parameters():
             yield name, parameter.detach()
         return
     built = pristine()

@@ -10,7 +10,7 @@ import importlib
 import random
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from vescale_ray.checkpoint.huggingface_layout import persistent_buffers
 from vescale_ray.errors import BadInput
@@ -66,7 +67,9 @@ def model_on_meta(config: RunConfig) -> nn.Module:
     return model
 
 
-def model_with_values(config: RunConfig, tensors: Iterable[tuple[str, Tensor]], remedy: str) -> nn.Module:
+def model_with_values(
+    config: RunConfig, tensors: Iterable[tuple[str, Tensor]], remedy: str, beat: Callable[[], None] = lambda: None
+) -> nn.Module:
     """Return the model of ``model.factory`` with its values, on the CPU. Memory that nothing fills is NaN.
 
     Random values depend on ``run.seed`` alone, if they are torch's, NumPy's or Python's.
@@ -74,6 +77,7 @@ def model_with_values(config: RunConfig, tensors: Iterable[tuple[str, Tensor]], 
     Args:
         tensors: names and global shapes of the parameters or buffers that are needed.
         remedy: what the user does if there is too little memory.
+        beat: called at each torch function that the factory calls.
 
     Raises:
         BadInput: there is too little memory, the factory raises, or one of the tensors is missing, has another shape, or holds NaN.
@@ -85,7 +89,7 @@ def model_with_values(config: RunConfig, tensors: Iterable[tuple[str, Tensor]], 
             f"{where}: its values take {size / 2**30:.1f} GiB of memory in each worker, and {free / 2**30:.1f} GiB are free; {remedy}"
         )
     try:
-        with torch.device("cpu"), _nan_in_new_memory():
+        with torch.device("cpu"), _nan_in_new_memory(), _Beating(beat):
             model = _call(config)
     except ValueError as error:
         raise BadInput(str(error)) from error
@@ -120,6 +124,18 @@ def _call(config: RunConfig) -> nn.Module:
         what = f"the class {built.__name__}" if isinstance(built, type) else f"a {type(built).__name__}"
         raise ValueError(f"model.factory = {path}: it returns {what}; give a function that returns a torch.nn.Module")
     return built
+
+
+class _Beating(TorchFunctionMode):
+    """Calls ``beat`` at each torch function: values of a large model take minutes, longer than a worker may stand still."""
+
+    def __init__(self, beat: Callable[[], None]) -> None:
+        super().__init__()
+        self._beat = beat
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self._beat()
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

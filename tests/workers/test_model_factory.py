@@ -21,6 +21,7 @@ from vescale_ray.controller.driver import model_checks, preflight
 from vescale_ray.errors import BadInput
 from vescale_ray.workers.initial_values import fill
 from vescale_ray.workers.model_building import Blank, build_model
+from vescale_ray.workers.model_factory import model_with_values
 
 TABLE = np.arange(256 * 16, dtype=np.float32).reshape(256, 16) / 1000
 
@@ -151,6 +152,14 @@ def test_initial_values_are_those_of_the_factory(name: str) -> None:
     model = globals()[name]()
     expected = dict([*model.named_parameters(), *model.named_buffers()])
     assert found.keys() == expected.keys() and all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_a_factory_makes_heartbeats() -> None:
+    """Otherwise a worker that gives values to a large model counts as hung."""
+    config, beats = tiny("stdlib", model_factory=f"{__name__}:applied"), list[int]()
+    model = build_model(config)
+    model_with_values(config, model.named_parameters(), "", lambda: beats.append(hash(torch.get_rng_state().numpy().tobytes())))
+    assert len(beats) > 10 and len(set(beats)) > 3, "between the random numbers of several parameters"
 
 
 def test_init_parameter_takes_precedence() -> None:
