@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import pickle
 import random
 import shutil
+import signal
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -201,6 +204,42 @@ def in_subprocess(function, *args, timeout: float = 60.0) -> int:  # type: ignor
         raise AssertionError(f"{function.__name__}{args} was still running after {timeout} s")
     assert process.exitcode is not None
     return process.exitcode
+
+
+class Script:
+    """A module-level ``function(*args)`` in its own process, which ends as an interpreter does: it joins threads and calls exit handlers.
+
+    A new interpreter would import torch for seconds.
+    """
+
+    def __init__(self, folder: Path, function: Callable[..., None], *args: Any) -> None:
+        self.texts = folder / "stdout", folder / "stderr"
+        self.process = _context().Process(target=_run_script, args=(self.texts, function, args))
+        self.process.start()
+
+    def ended(self, timeout: float) -> tuple[int | None, str, str]:
+        """Wait for the end. Returns the exit code, None if it still ran, and what it wrote to stdout and stderr."""
+        self.process.join(timeout)
+        code = self.process.exitcode
+        self.process.kill()
+        self.process.join()
+        output, errors = (path.read_text() for path in self.texts)
+        return code, output, errors
+
+
+def _run_script(texts: tuple[Path, Path], function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    for descriptor, path in enumerate(texts, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    code = 0
+    try:
+        function(*args)
+    except SystemExit as error:
+        code = int(error.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    ctypes.pythonapi.Py_Exit(code)
 
 
 def peak_growths(phases: Callable[..., Iterator[None]], *args: object) -> list[int]:

@@ -6,17 +6,15 @@ import errno
 import logging
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.checkpoint.checkpoint_support import (
+    Script,
     adam_like,
     assert_equals,
     in_subprocess,
@@ -69,36 +67,43 @@ WRITES = ("PUT", "START", "PART", "COMPLETE")
 READS = ("GET", "HEAD", "LIST")
 
 
-@pytest.mark.parametrize(
-    ("operations", "action", "options"),
-    [
-        pytest.param((*WRITES, *READS), "status", {"times": 3}, id="503 SlowDown three times"),
-        pytest.param((*WRITES, *READS), "status", {"code": "ServiceUnavailable"}, id="503 ServiceUnavailable", marks=pytest.mark.slow),
-        pytest.param((*WRITES, *READS), "status", {"status": 500, "code": "InternalError"}, id="500"),
-        pytest.param((*WRITES, *READS), "status", {"status": 502, "code": "BadGateway"}, id="502", marks=pytest.mark.slow),
-        pytest.param(WRITES, "status", {"status": 400, "code": "RequestTimeout"}, id="400 RequestTimeout"),
-        pytest.param(("PUT",), "status", {"status": 409, "code": "ConditionalRequestConflict", "times": 2}, id="409"),
-        pytest.param(("START",), "status", {"times": 6}, id="throttled at CreateMultipartUpload alone"),
-        pytest.param((*WRITES, *READS), "reset", {}, id="connection reset"),
-        pytest.param((*WRITES, *READS), "lost", {}, id="answer lost"),
-        pytest.param(("PART", "GET", "PUT"), "hang", {"seconds": 5.0}, id="nothing moves"),
-        pytest.param(("GET", "LIST", "START"), "short", {}, id="body cut short"),
-        pytest.param(("GET", "LIST"), "reset after headers", {}, id="reset in the middle of the body"),
-        pytest.param(("GET",), "wrong range", {"times": 2, "key": "*/data/*"}, id="another range"),
-        pytest.param(("PART", "PUT"), "damage", {}, id="damaged on the way up"),
-        pytest.param(("GET",), "drip", {"seconds": 0.01, "key": "*safetensors"}, id="dripping"),
+TRANSIENT: dict[str, list[tuple[tuple[str, ...], str, dict[str, object]]]] = {
+    "statuses": [
+        ((*WRITES, *READS), "status", {"code": "SlowDown"}),
+        ((*WRITES, *READS), "status", {"code": "ServiceUnavailable"}),
+        ((*WRITES, *READS), "status", {"status": 500, "code": "InternalError"}),
+        ((*WRITES, *READS), "status", {"status": 502, "code": "BadGateway"}),
+        (WRITES, "status", {"status": 400, "code": "RequestTimeout"}),
+        (("PUT",), "status", {"status": 409, "code": "ConditionalRequestConflict", "times": 2}),
+        (("START",), "status", {}),  # the sixth failure in a row: more tries than the client libraries make
     ],
-)
+    "connections and bodies": [
+        ((*WRITES, *READS), "reset", {}),
+        (("GET", "LIST"), "reset after headers", {}),
+        (("GET",), "wrong range", {"times": 2, "key": "*/data/*"}),
+        (("PART", "PUT"), "damage", {}),
+    ],
+    "answers lost or short": [((*WRITES, *READS), "lost", {}), (("GET", "LIST", "START"), "short", {})],
+    "nothing moves, or too slowly": [
+        (("PART", "GET", "PUT"), "hang", {"seconds": 5.0}),
+        (("GET",), "drip", {"seconds": 0.01, "key": "*safetensors"}),
+    ],
+}
+
+
+@pytest.mark.parametrize("what", TRANSIENT)
 @pytest.mark.fault("K11")
-def test_transient_s3_errors_are_retried_and_the_save_succeeds(store, fake, operations, action, options):
-    rules = [fake.fail(operation, action, **options) for operation in operations]
+def test_transient_s3_errors_are_retried_and_the_save_succeeds(fake, what):
+    """Each request meets the errors of its list one after the other."""
+    store = s3_store(fake, timeout_s=0.5, part_timeout_s=1.0)
+    rules = [fake.fail(operation, action, **options) for operations, action, options in TRANSIENT[what] for operation in operations]
     began = time.monotonic()
     made = save_after(store)
     assert ckpt.latest(store) == made
     assert_equals(store, AFTER)
     assert time.monotonic() - began < 30
-    assert all(rule.done for rule in rules), [rule for rule in rules if not rule.done]
-    if action not in ("lost", "short"):  # an upload whose start had no answer is debris, which is collected later
+    assert all(rule.done == rule.times for rule in rules), [rule for rule in rules if rule.done != rule.times]
+    if what != "answers lost or short":  # an upload whose start had no answer is debris, which is collected later
         assert not fake.uploads
     fake.rules.clear()
     collect(store, 1, grace_s=-5.0)
@@ -406,7 +411,7 @@ S3_POINTS = [
     "shard.planned", "data.created", "data.chunk#0", "data.chunk#1", "data.chunk#2", "data.written", "data.published", "aux.written",
     "commit.begun", "commit.validated", "commit.tmp_synced", "commit.linked", "gc.commit_deleted", "gc.object_deleted#1", "gc.swept",
 ]  # fmt: skip
-QUICK_POINTS = {"data.chunk#1", "data.written", "commit.validated", "commit.linked", "gc.commit_deleted"}
+QUICK_POINTS = {"data.chunk#1", "commit.validated", "gc.commit_deleted"}  # an open upload, no commit, and a commit
 
 
 @pytest.mark.parametrize("point", [p if p in QUICK_POINTS else pytest.param(p, marks=pytest.mark.slow) for p in S3_POINTS])
@@ -426,95 +431,81 @@ def test_kill_during_an_s3_save_leaves_a_loadable_commit(store, fake, point):
     assert_equals(store, AFTER if done else BEFORE)
 
 
-def run_script(fake: FakeS3, body: str, timeout_s: float = 2.0) -> subprocess.Popen[str]:
-    script = f"""
-        import os, sys, time, threading
-        from vescale_ray import checkpoint as ckpt
-        from tests.checkpoint.test_checkpoint_stores import chunks
-        store = ckpt.S3Store("s3://bucket/runs/one", ckpt.S3Options(part_bytes=5 << 20, timeout_s={timeout_s}, retry_s=2.0, pause_s=0.05))
-    """
-    aws = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL": fake.url, "AWS_DEFAULT_REGION": "us-east-1"}
-    environment = {**os.environ, **aws}
-    text = textwrap.dedent(script) + textwrap.dedent(body)
-    root = Path(__file__).resolve().parents[2]
-    return subprocess.Popen(
-        [sys.executable, "-c", text], cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def store_at(url: str, timeout_s: float = 2.0) -> ckpt.S3Store:
+    os.environ.update(AWS_ACCESS_KEY_ID="a", AWS_SECRET_ACCESS_KEY="b", AWS_ENDPOINT_URL=url, AWS_DEFAULT_REGION="us-east-1")
+    return ckpt.S3Store("s3://bucket/runs/one", ckpt.S3Options(part_bytes=5 << 20, timeout_s=timeout_s, retry_s=2.0, pause_s=0.05))
+
+
+KEPT: list[object] = []
+"""Objects that are alive when a script's process ends."""
+
+
+def uploads(url: str) -> None:
+    # The signal has to come before the first hung request times out.
+    store_at(url, timeout_s=8.0).put_stream("data/x/r", chunks(50 << 20), 50 << 20)
 
 
 @pytest.mark.slow
 @pytest.mark.fault("K5")
-def test_ctrl_c_aborts_a_running_upload_and_ends_the_process(fake):
+def test_ctrl_c_aborts_a_running_upload_and_ends_the_process(fake, tmp_path):
     fake.fail("PART", "hang", seconds=20.0, after=1, times=99)
-    # The signal has to come before the first hung request times out.
-    process = run_script(fake, "print('go', flush=True)\nstore.put_stream('data/x/r', chunks(50 << 20), 50 << 20)", timeout_s=8.0)
-    try:
-        deadline = time.monotonic() + 40
-        while fake.requests("PART") < 3 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert "KeyboardInterrupt" in errors and process.returncode != 0
+    script = Script(tmp_path, uploads, fake.url)
+    deadline = time.monotonic() + 40
+    while fake.requests("PART") < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(script.process.pid, signal.SIGINT)
+    code, _, errors = script.ended(120)
+    assert "KeyboardInterrupt" in errors and code not in (0, None)
     assert not fake.uploads and not fake.objects
 
 
-def test_process_exits_with_an_open_reader_and_a_forked_child(fake):
+def reads_and_forks(url: str) -> None:
+    store = store_at(url)
+    store.put_stream("data/x/r", chunks(6 << 20), 6 << 20)
+    KEPT.append(opened := store.open_read("data/x/r"))
+    reader = opened.__enter__()
+    reader.expect([(0, 1 << 20), (1 << 20, 1 << 20)])
+    child = os.fork()
+    if child == 0:
+        ok = store.size("data/x/r") == 6 << 20 and len(store.get("data/x/r")) == 6 << 20
+        store.put_stream("data/child/r", chunks(6 << 20), 6 << 20)
+        sys.exit(0 if ok else 3)
+    assert store.size("data/x/r") == 6 << 20
+    _, status = os.waitpid(child, 0)
+    assert store.size("data/x/r") == 6 << 20
+    print(status, reader.read_into(0, memoryview(bytearray(4096))), flush=True)
+
+
+def test_process_exits_with_an_open_reader_and_a_forked_child(fake, tmp_path):
     """The event loop's thread does not survive a fork, and a child that ends must not close its parent's connections."""
-    process = run_script(
-        fake,
-        """
-        store.put_stream("data/x/r", chunks(6 << 20), 6 << 20)
-        opened = store.open_read("data/x/r")
-        reader = opened.__enter__()
-        reader.expect([(0, 1 << 20), (1 << 20, 1 << 20)])
-        child = os.fork()
-        if child == 0:
-            ok = store.size("data/x/r") == 6 << 20 and len(store.get("data/x/r")) == 6 << 20
-            store.put_stream("data/child/r", chunks(6 << 20), 6 << 20)
-            sys.exit(0 if ok else 3)
-        assert store.size("data/x/r") == 6 << 20
-        _, status = os.waitpid(child, 0)
-        assert store.size("data/x/r") == 6 << 20
-        print(status, reader.read_into(0, memoryview(bytearray(4096))), flush=True)
-        """,
-    )
-    try:
-        output, errors = process.communicate(timeout=240)
-    finally:
-        process.kill()
-    assert output.split() == ["0", "4096"] and process.returncode == 0, errors
+    code, output, errors = Script(tmp_path, reads_and_forks, fake.url).ended(240)
+    assert output.split() == ["0", "4096"] and code == 0, errors
     assert "Unclosed" not in errors, errors
     assert f"{TOP}data/child/r" in fake.objects
     assert fake.requests("HEAD") == 6, "the parent's connection was lost, and it asked again"
 
 
+def saves_in_the_background(url: str) -> None:
+    from vescale_ray.checkpoint.saving import saver, writer
+
+    saver.EXIT_S, writer.ABORT_S = 0.5, 0.1
+    store = store_at(url)
+    KEPT.append(running := ckpt.Saver(store))
+    running.async_save({"model": {"w": torch.ones(50 << 20, dtype=torch.uint8)}}, 1)
+    while not store._uploads:
+        time.sleep(0.05)
+    time.sleep(1)
+
+
 @pytest.mark.slow
-def test_process_exits_soon_with_an_upload_in_the_background(fake):
+def test_process_exits_soon_with_an_upload_in_the_background(fake, tmp_path):
     """An asynchronous save is running as the script returns.
 
     No exit handler waits longer than the time limits of requests. The save's thread, which outlives them, does not crash the interpreter.
     """
     fake.fail("PART", "hang", seconds=60.0, after=1, times=99)
-    process = run_script(
-        fake,
-        """
-        import torch
-        from vescale_ray.checkpoint.saving import saver, writer
-        saver.EXIT_S, writer.ABORT_S = 0.5, 0.1
-        running = ckpt.Saver(store)
-        running.async_save({"model": {"w": torch.ones(50 << 20, dtype=torch.uint8)}}, 1)
-        while not store._uploads:
-            time.sleep(0.05)
-        time.sleep(1)
-        """,
-    )
-    try:
-        _, errors = process.communicate(timeout=45)
-    finally:
-        process.kill()
-    assert process.returncode == 0 and "given up" in errors and fake.requests("PART") and not fake.objects, errors
+    code, _, errors = Script(tmp_path, saves_in_the_background, fake.url).ended(45)
+    assert code == 0 and "given up" in errors and fake.requests("PART") and not fake.objects, errors
 
 
 def test_missing_credentials_or_service_raise_a_clear_error(fake, monkeypatch):

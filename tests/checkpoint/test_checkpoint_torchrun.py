@@ -181,7 +181,6 @@ def test_all_ranks_agree_on_failing_slow_unfit_and_missing_ranks(tmp_path):
     ("victim", "point", "words"),
     [
         pytest.param(1, "stage.copied", r"ranks \[1\] of 2 did not come to this save within 1 s", marks=pytest.mark.slow),
-        (1, "data.written", "no vote from rank 1 of 2 within 1 s"),
         pytest.param(0, "stage.copied", "rank 0 did not begin this save within 2 s", marks=pytest.mark.slow),
         (0, "data.written", "rank 0 reported no commit within 2 s"),
         pytest.param(0, "commit.validated", "rank 0 reported no commit within 2 s", marks=pytest.mark.slow),
