@@ -302,7 +302,7 @@ def test_bfloat16_parameters_differ_by_at_most_one_ulp(rank: int, world: int) ->
 
 
 def _step_seconds(rank: int, world: int) -> tuple[float, float]:
-    mesh, count = one_dim_mesh(world), 200
+    mesh, count = one_dim_mesh(world), 100
     ours = [nn.Parameter(ragged(Case((8, 16), 1, (8,)), torch.ones(8, 16), mesh, rank)) for _ in range(count)]
     theirs = [nn.Parameter(torch_distribute(torch.ones(8, 16), mesh, [Shard(0)])) for _ in range(count)]
     optimizers = [torch.optim.AdamW(params, lr=0.1, foreach=True) for params in (ours, theirs)]

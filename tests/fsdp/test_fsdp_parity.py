@@ -27,7 +27,6 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3),
     "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=True),
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=3e-3, fused=True),
-    "adamw_loop": lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=False),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
 }
 CLIPS = {None: None, "ours": clip_grad_norm_, "torch": nn.utils.clip_grad_norm_}
@@ -45,7 +44,7 @@ def three_rows(name, param):
 class Case:
     """One configuration of a training run."""
 
-    steps: int = 4
+    steps: int = 2
     optimizer: str = "adamw"
     clip: str | None = None
     accumulate: int = 1
@@ -62,7 +61,6 @@ CASES = {
     "sgd": Case(optimizer="sgd", against_torch=True),
     "adamw_foreach": Case(optimizer="adamw_foreach"),
     "adamw_fused": Case(optimizer="adamw_fused"),
-    "adamw_loop": Case(optimizer="adamw_loop"),
     "our_clip": Case(clip="ours"),
     "torch_clip": Case(clip="torch", against_torch=True),
     "accumulate_with_sync": Case(accumulate=3),
@@ -151,7 +149,7 @@ def check(result, case, bound=BOUND):
         assert difference[0] <= bound, (peer, difference)
 
 
-@pytest.mark.parametrize("world", [1, 4, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 3))])
+@pytest.mark.parametrize("world", [1, 3, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4))])
 def test_10_steps_of_adamw_equal_a_single_process_and_torch(world):
     for result in run_gloo(world, run_cases, {"long": LONG}):
         check(result["long"], LONG)

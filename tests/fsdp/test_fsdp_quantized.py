@@ -46,15 +46,13 @@ def code_wires(model: Any) -> list[CodeWire]:
     return [g.gathered.wire for g in groups(model) if isinstance(g.gathered.wire, CodeWire)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_dequantization_in_few_kernels_gives_the_same_weights(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dequantization_in_few_kernels_gives_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerators take this path."""
     monkeypatch.setattr(wire, "PIECEWISE", set())
-    run_threads(3, gathers_quantized, dtype)
+    run_threads(3, gathers_quantized, "bfloat16")
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("world", "dtype"), [(1, "float32"), (2, "bfloat16"), (3, "bfloat16"), (4, "float32"), (5, "bfloat16")])
 def test_gathered_weights_equal_gather_then_quantize(world: int, dtype: str) -> None:
     run_threads(world, gathers_quantized, dtype)
 
@@ -107,8 +105,7 @@ VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("name", "accumulate"), [*((name, 2) for name in VARIANTS), ("reshard", 1)])
 @on_threads(lambda name: VARIANTS[name][0])
 def test_training_equals_one_process_with_rounded_weights(rank: int, world: int, name: str, accumulate: int) -> None:
     options = dict(VARIANTS[name][1])

@@ -36,7 +36,7 @@ class Adapted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.blocks, self.head = nn.Embedding(11, WIDTH), nn.ModuleList(Block() for _ in range(3)), nn.Linear(WIDTH, 11)
+        self.embed, self.blocks, self.head = nn.Embedding(11, WIDTH), nn.ModuleList(Block() for _ in range(2)), nn.Linear(WIDTH, 11)
         filled(self, 4, 0.25)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

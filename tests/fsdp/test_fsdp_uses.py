@@ -44,7 +44,7 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Moe() for _ in range(3))
+        self.blocks = nn.ModuleList(Moe() for _ in range(2))
         self.heads = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in range(EXPERTS))
 
     def forward(self, x: torch.Tensor, which: tuple[int, ...]) -> torch.Tensor:
@@ -225,7 +225,12 @@ def trains(rank: int, world: int, name: str) -> None:
         set_debug(False)
 
 
-@pytest.mark.parametrize("name", CASES)
+ON_GLOO = ["plain", "in order", "groups in debug mode", "own reduce-scatter"]  # the cases with different exchanges
+REPLICAS_ON_GLOO = ["replicas, all-reduce later", "experts elsewhere, beside replicas"]
+OTHERS = [name for name in CASES if name not in ON_GLOO + REPLICAS_ON_GLOO]
+
+
+@pytest.mark.parametrize("name", OTHERS)
 def test_ranks_with_different_used_parameters_train_as_one(name: str) -> None:
     run_threads(4 if "replicas" in name else 3, trains, name)
 
@@ -233,11 +238,6 @@ def test_ranks_with_different_used_parameters_train_as_one(name: str) -> None:
 def trains_all(rank: int, world: int, names: list[str]) -> None:
     for name in names:
         trains(rank, world, name)
-
-
-ON_GLOO = ["plain", "in order", "groups in debug mode", "own reduce-scatter"]  # the cases with different exchanges
-REPLICAS_ON_GLOO = ["replicas, all-reduce later", "experts elsewhere, beside replicas"]
-OTHERS = [name for name in CASES if name not in ON_GLOO + REPLICAS_ON_GLOO]
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_ranks_ask_once_per_backward_and_wait_only_for_gaps(rank: int, world: in
         numel = len(list(made.parameters()))
         everything = range(EXPERTS)
         assert backward(*everything) == ([[numel, numel]], 0)
-        assert backward(*(everything if rank else (0,))) == ([[numel, numel if rank else numel - 4 * 2 * (EXPERTS - 1)]], 1 if rank else 2)
+        assert backward(*(everything if rank else (0,))) == ([[numel, numel if rank else numel - 3 * 2 * (EXPERTS - 1)]], 1 if rank else 2)
         assert backward(*everything)[1] == (1 if rank else 0), "for what was sent in the last backward, if the answer was not heard"
         made.set_requires_gradient_sync(False)
         assert backward(rank)[0] == []
@@ -409,7 +409,6 @@ def test_debug_mode_names_a_unit_left_out_of_a_ranks_graph(rank: int, world: int
         ours = plain(model())
         if rank == 1:
             ours.blocks[1].forward = lambda x, which: x.detach()
-            ours.blocks[2].forward = lambda x, which: x.detach()
         with pytest.raises(OrderError, match=r"different collectives: rank 0 of the group the .*, rank 1 the "):
             ours(data(0, 0, rank), (0,)).square().mean().backward()
     finally:

@@ -227,7 +227,7 @@ def largest_updates(shape: tuple[int, int], block: Any, sigma: float, sparse: bo
 
 
 SPARSE = "90 % of the rows without gradient"
-UPDATED: list[Any] = [256, 1024, Block.tile(32, 32), Block.tile(16, 128), Block.rows(32), Block.tensor()]
+UPDATED: list[Any] = [1024, Block.tile(16, 128), Block.rows(32), Block.tensor()]
 BOTH_WAYS = (1024, Block.tile(16, 128))
 
 
