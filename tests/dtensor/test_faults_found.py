@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
-from tests.ranks import run_gloo
+from tests.ranks import on_processes
 from vescale_ray import fully_shard
 from vescale_ray.dtensor import RaggedDTensor, RaggedFallbackWarning, RaggedShard, distribute_tensor
 from vescale_ray.optim import clip_grad_norm_
@@ -301,15 +301,6 @@ def twice(rank: int, world: int) -> None:
             torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
 
 
-def run(function: Any) -> None:
-    run_gloo(3, quietly, function)
-
-
-def quietly(rank: int, world: int, function: Any) -> None:
-    warnings.simplefilter("ignore", RaggedFallbackWarning)
-    function(rank, world)
-
-
 def asynchronous(rank: int, world: int) -> None:
     """Write to a tensor that an asynchronous redistribution is reading.
 
@@ -367,9 +358,11 @@ FOUND = [
 ]
 
 
-@pytest.mark.parametrize("function", FOUND)
-def test_reviewed_fault_is_fixed_or_refused_on_every_rank(function: Any) -> None:
-    run(function)
+@on_processes(3, timeout=200)
+def test_reviewed_faults_are_fixed_or_refused_on_every_rank(rank: int, world: int) -> None:
+    warnings.simplefilter("ignore", RaggedFallbackWarning)
+    for function in FOUND:
+        function(rank, world)
 
 
 ODD = [((0,), (1.5, 2.5, 1)), ((0.7,), (1, 2, 1)), ((0,), "123"), (0, (1, 2, 1)), ((0,), ()), ((0,), (0, 0))]

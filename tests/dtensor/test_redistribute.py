@@ -21,7 +21,7 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.dtensor.layouts import Case, cases, hsdp, one_dim_mesh, pairs, ragged, values
+from tests.dtensor.layouts import Case, cases, one_dim_mesh, pairs, ragged, values
 from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray.dtensor import RaggedDTensor, RaggedShard, distribute_tensor, local_interval
 
@@ -212,36 +212,6 @@ def test_partial_grad_placements_reduce_gradients_over_ranks(rank: int, world: i
     assert leaf.grad is not None
     expected = torch.stack(weights).sum(0)
     assert torch.equal(leaf.grad.full_tensor(), expected)  # type: ignore[attr-defined]
-
-
-@settings(max_examples=15)
-@given(st.integers(1, 4).flatmap(lambda world: cases(world)))
-@on_threads(lambda case: 2 * case.world)
-def test_replicas_on_a_second_dimension_redistribute_right(rank: int, world: int, case: Case) -> None:
-    mesh = init_device_mesh("cpu", (2, case.world), mesh_dim_names=("replicate", "shard"))
-    full, column = values(case.shape), mesh.get_local_rank("shard")
-    a = RaggedDTensor.from_local(case.part(full, column).clone(), mesh, hsdp(case), shape=case.shape)
-    assert torch.equal(a.full_tensor(), full)
-    start, end = a.local_interval()
-    assert torch.equal(full.reshape(-1)[start:end], a.to_local().reshape(-1))
-    targets: list[list[Placement]] = [[Replicate(), Replicate()]]
-    if case.shape:
-        last = len(case.shape) - 1
-        targets += [[Replicate(), Shard(0)], [Shard(0), Replicate()], [Shard(last), Shard(0)], [Replicate(), Shard(last)]]
-    for placements in targets:
-        there = a.redistribute(placements=placements)
-        assert torch.equal(there.to_local(), torch_distribute(full, mesh, placements, src_data_rank=None).to_local()), placements
-        again = torch.zeros_like(a)
-        again.copy_(there)
-        assert torch.equal(again.to_local(), a.to_local()), placements
-    pending = DTensor.from_local(full * (mesh.get_rank() + 1), mesh, [Partial(), Partial()], run_check=False)
-    again = torch.zeros_like(a)
-    again.copy_(pending)
-    assert torch.equal(again.to_local(), case.part(full * sum(range(1, world + 1)), column))
-    a.uniform_()
-    theirs: list[Any] = [None] * world
-    dist.all_gather_object(theirs, a.to_local().tolist())
-    assert theirs[: case.world] == theirs[case.world :], "replicas hold the same random numbers"
 
 
 def _every_dtype_on_gloo(rank: int, world: int) -> list[str]:

@@ -109,7 +109,6 @@ def measure(rank: int, world: int, compute: str, optimizer: str, kind: str, rows
 @pytest.mark.parametrize(
     ("world", "compute", "optimizer", "kind", "rows"),
     [
-        (2, "float32", "adamw", "llama", None),
         (3, "bfloat16", "adamw", "llama", None),
         (4, "float32", "sgd", "llama", 32),
         (2, "bfloat16", "adamw", "frozen", None),

@@ -132,13 +132,13 @@ def test_padding_of_other_systems_follows_their_published_rules() -> None:
 
 
 def test_a_plan_takes_milliseconds() -> None:
-    """The worst plan took 39 ms on one core of the development machine. The best of three runs is taken, with slack for a busy machine."""
+    """The worst plan took 39 ms on one core of the development machine. The best of two runs is taken, with slack for a busy machine."""
     worst: tuple[float, object] = (0.0, None)
     for model, experts in [("llama-3-70b", "fused"), ("gpt-oss-120b", "separate"), ("deepseek-v3", "separate")]:
         for rows, on in [(1, "matrices"), (128, "experts"), (None, "matrices")]:
             tensors = specs(layer(model, experts), rows, on)
             for group in (8, 512, 1024, 16384):
-                spent = min(_clock(lambda t=tensors, g=group: plan_layout(t, g)) for _ in range(3))
+                spent = min(_clock(lambda t=tensors, g=group: plan_layout(t, g)) for _ in range(2))
                 worst = max(worst, (spent, (model, experts, rows, on, group)), key=lambda w: w[0])
     print(f"worst plan: {worst[0] * 1e3:.1f} ms, {worst[1]}")
     assert worst[0] < 0.2, worst

@@ -148,7 +148,7 @@ def policy(name: str, parameter: nn.Parameter) -> Fp8Block | None:
     return Fp8Block(32, 32, "power_of_two") if parameter.dim() == 2 and parameter.shape[0] > 8 else None
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_sharded_training_equals_one_process(world: int) -> None:
     run_threads(world, trains_alike)
 
