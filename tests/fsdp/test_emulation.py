@@ -47,8 +47,7 @@ def train(how: Any, **options: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("how", [fully_shard, torch_fully_shard])
-@pytest.mark.parametrize("world", [8, 64, 1024])
+@pytest.mark.parametrize(("how", "world"), [(fully_shard, 8), (fully_shard, 1024), (torch_fully_shard, 64)])
 def test_both_engines_train_in_a_claimed_world(how: Any, world: int) -> None:
     with emulated_world(world) as wire:
         model = train(how)

@@ -175,8 +175,9 @@ def cast_and_back(model: Any) -> None:
     model.float()
 
 
-@pytest.mark.parametrize("then", [halve, assign, evaluate, gather, cast_and_back])
-@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize(
+    ("then", "reshard"), [(halve, None), (halve, False), (assign, None), (evaluate, False), (gather, None), (cast_and_back, False)]
+)
 @on_threads(2)
 def test_the_unit_of_a_replaced_layer_goes_on(rank: int, world: int, reshard: bool | None, then: Callable[[Any], None]) -> None:
     """The unit still holds the parameters of the layer that was taken away, and no module does."""

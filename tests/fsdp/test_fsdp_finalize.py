@@ -29,8 +29,7 @@ def whole_step(model: Any, steps: range, world: int) -> None:
         model(inputs(0, 1, step)).square().mean().backward()
 
 
-@pytest.mark.parametrize("reduces_at_once", [False, True])
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("asynchronous", "reduces_at_once"), [(False, True), (True, False)])
 @on_threads(2)
 def test_manually_finalized_step_has_the_whole_models_gradients(rank: int, world: int, asynchronous: bool, reduces_at_once: bool) -> None:
     ours, alone = shard_tower(seeded(Tower)), seeded(Tower)

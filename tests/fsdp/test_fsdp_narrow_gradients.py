@@ -48,7 +48,7 @@ def exchange(rank, world, size, arrives, dtype, to, factor, pairwise, staging=No
     assert torch.equal(out, summed(rank, world, size, arrives, dtype, to, factor))
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 @on_processes()
 def test_an_exchange_sums_narrow_gradients_like_wide_ones(rank, world):
     for size in (1, 7, 4097, 70001):
@@ -159,10 +159,9 @@ def peak(rank, world, policy):
     return unit.lanes.pool.peak_bytes / (side * side * 2)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_no_rank_holds_gradients_of_a_unit_in_the_wide_dtype(world):
+def test_no_rank_holds_gradients_of_a_unit_in_the_wide_dtype():
     """Two units are gathered and one has gradients, or one is gathered, one has gradients and the other ranks' parts arrive."""
-    assert max(run_gloo(world, peak, BF16)) <= 3
+    assert max(run_gloo(4, peak, BF16)) <= 3
 
 
 class InFloat32(ReduceScatter):

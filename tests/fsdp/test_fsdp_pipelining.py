@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
 from tests.fsdp.towers import grads, same, seeded
-from tests.ranks import run_gloo
+from tests.ranks import on_processes
 from vescale_ray.fsdp import fully_shard
 
 WIDTH, STAGES, MICRO = 12, 2, 4
@@ -67,19 +66,13 @@ def pipeline(rank, world, schedule, chunks, reshard):
         everything.step()
         for model in (built, alone):
             model.zero_grad()
-    return True
 
 
-CASES = [
-    ("gpipe", 1, True),
-    ("1f1b", 1, True),
-    ("interleaved", 2, True),
-    pytest.param("interleaved", 2, False, marks=pytest.mark.slow),
-    ("zero bubble", 2, False),
-]
+CASES = [("gpipe", 1, True), ("1f1b", 1, True), ("interleaved", 2, True), ("zero bubble", 2, False)]
 
 
-@pytest.mark.parametrize(("schedule", "chunks", "reshard"), CASES)
-def test_sharded_stages_train_in_torchs_pipelines(schedule, chunks, reshard):
+@on_processes(4)
+def test_sharded_stages_train_in_torchs_pipelines(rank, world):
     """Zero-bubble schedules use the weights after forward, so units must not reshard then, as with torch's ``fully_shard``."""
-    assert all(run_gloo(4, pipeline, schedule, chunks, reshard))
+    for case in CASES:
+        pipeline(rank, world, *case)

@@ -76,8 +76,7 @@ def check(returned: str, recompute: bool, frozen: bool) -> None:
         torch.testing.assert_close(full(p), q.detach(), msg=name)
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize(("recompute", "frozen"), [(True, False), (False, True)], ids=["recomputed", "frozen"])
 @pytest.mark.parametrize("returned", RETURNED)
 @on_threads(2)
 def test_a_unit_may_return_its_parameters(rank: int, world: int, returned: str, frozen: bool, recompute: bool) -> None:

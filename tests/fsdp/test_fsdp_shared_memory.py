@@ -45,8 +45,7 @@ UNITS: dict[str, Callable[[Any], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("tie", [by_data, by_parameter, by_part])
-@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize(("units", "tie"), [*((units, by_data) for units in UNITS), ("one unit", by_parameter), ("two units", by_part)])
 @on_threads(2)
 def test_first_forward_names_parameters_that_shared_memory(rank: int, world: int, units: str, tie: Callable[[Any], None]) -> None:
     model = Tied()

@@ -357,8 +357,7 @@ def uneven_calls(rank, world, streams, mixed, staging=None):
     return groups, values, here.races(), here.together, here.reduced_together
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("staging", [1 << 20, 1 << 11])
+@pytest.mark.parametrize(("mixed", "staging"), [(False, 1 << 20), (True, 1 << 11)])
 def test_a_unit_of_several_buffers_is_one_call_in_each_direction(streams, monkeypatch, mixed, staging):
     one = run_threads(2, uneven_calls, streams, mixed)
     monkeypatch.setattr(unit_plan, "plan_buffers", a_buffer_for_each_matrix)

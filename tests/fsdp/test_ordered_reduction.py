@@ -73,7 +73,7 @@ def same(results, expected):
             assert got[name].dtype == expected[name].dtype and got[name].tobytes() == expected[name].tobytes(), name
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world", [1, 3, 8])
 def test_every_number_of_ranks_adds_up_as_one_process_does(world):
     same(run_threads(world, ordered), alone())
 
@@ -83,11 +83,10 @@ def test_gloo_adds_up_gradients_as_one_process_does(units):
     same(run_gloo(3, ordered, None, units), alone())
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_bf16_gradients_are_added_up_in_fp32(world):
+def test_bf16_gradients_are_added_up_in_fp32():
     expected = alone(torch.bfloat16)
     policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
-    same(run_threads(world, ordered, policy), expected)
+    same(run_threads(3, ordered, policy), expected)
 
 
 def test_cpu_offloaded_gradients_add_up_as_one_process_does():

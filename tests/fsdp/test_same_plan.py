@@ -50,8 +50,7 @@ def refused(rank: int, world: int, case: str, odd: int) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize(("case", "odd"), [*((case, 2) for case in CASES), ("more units", 0)])
 def test_every_rank_names_the_first_difference_on_both_sides(case: str, odd: int) -> None:
     texts = run_threads(4, refused, case, odd)
     assert len(set(texts)) == 1
