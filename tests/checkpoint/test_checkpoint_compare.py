@@ -13,7 +13,7 @@ from tests.checkpoint.checkpoint_support import DTYPES, damage, memory_folder, p
 from vescale_ray import checkpoint as ckpt
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.sampled_from(DTYPES), st.integers(1, 3000), st.lists(st.integers(0, 2999), max_size=6), st.booleans(), st.integers(0, 1000))
 def test_diff_counts_elements_and_finds_the_largest_difference(dtype, numel, places, alike, seed):
     before = random_bits((numel,), dtype, seed)

@@ -233,8 +233,7 @@ def test_training_resumes_from_a_commit_imported_from_dcp(root, flatten):
     assert train(net, optimizer, 2, seed=4) == train(other, fresh, 2, seed=4)
 
 
-@pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize(("flatten", "meta"), [(False, True), (True, False)])
 def test_training_resumes_from_a_state_filled_directly_from_dcp(root, flatten, meta):
     """The import goes straight into the state: weights, moments, steps, hyperparameters and plain values.
 
@@ -533,7 +532,6 @@ def change_to_bytes(described: Metadata) -> None:
         (change_chunks(([0, 0], [2, 3]), ([2, 0], [2, 3])), r"is torch.float32 of shape \(4, 3\) there, .* of shape \(2, 3\) in .metadata"),
         (change_size, "is torch.float32 of shape .* there, torch.float64"),
         (change_info(relative_path="../x"), r"keeps data in '../x', which is not a file of the folder"),
-        (change_info(relative_path="/etc/passwd"), "which is not a file of the folder"),
         (change_info(relative_path="missing.distcp"), "can't be opened"),
         (change_info(offset=10**9), "ends before byte"),
         (change_info(offset=1, length=500), "archive at byte 1: it is not an archive of torch.save"),

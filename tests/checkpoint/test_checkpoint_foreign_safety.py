@@ -292,8 +292,10 @@ def test_impossible_length_is_refused_before_allocating_memory(root):
         everything(root)
 
 
-@pytest.mark.parametrize("kind", ["fifo", "folder", "link to nothing"])
-@pytest.mark.parametrize("what", ["index", "shard", "dcp index", "dcp file"])
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [*((what, "fifo") for what in ("index", "shard", "dcp index", "dcp file")), ("shard", "folder"), ("dcp file", "link to nothing")],
+)
 def test_fifo_folder_or_dangling_link_is_refused_at_once(root, kind, what):
     """Opening a FIFO would otherwise wait for a writer for ever."""
     save_file({"a": torch.ones(2)}, root / "a.safetensors")

@@ -147,7 +147,7 @@ def test_names_are_mapped_for_weights_states_and_scalars(root):
         ckpt.load({"model": other}, root, rename={"wrapped.scale": "scales", "wrapped.*": "*"})
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(st.lists(st.from_regex(r"[a-z]{1,3}(\.[a-z0-9]{1,2}){0,3}", fullmatch=True), unique=True, min_size=1, max_size=8))
 def test_a_table_and_its_inverse_undo_each_other(names):
     table = ckpt.NameTable({"a*": "model.a*", "*.b.*": "x.*.c.*", "q.weight": "r.weight"})
@@ -287,9 +287,8 @@ def test_sharded_meta_model_loads_its_shards_and_trains_on(tmp_path, world):
             assert np.allclose(losses, truth[kind][1], rtol=1e-5), kind
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4])
-@on_processes()
-def test_parts_under_other_names_load_on_any_number_of_ranks(rank, world, tmp_path):
+@on_processes(2)
+def test_parts_under_other_names_load_on_several_ranks(rank, world, tmp_path):
     net = {f"layers.{i}.w": torch.arange(35.0).view(7, 5) + i for i in range(3)}
     ckpt.save({"model": net | {"head": torch.ones(11)}}, tmp_path, 1, timeout_s=20)
     mesh = init_device_mesh("cpu", (world,))
@@ -342,7 +341,7 @@ def even_cuts(units: list[list[str]], shapes: dict[str, tuple[int, ...]], world:
     return held
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(8, 6), (8, 16), (8, 8), (6, 8)])
+@pytest.mark.parametrize(("writers", "readers"), [(8, 6), (8, 16)])
 def test_resharded_8b_load_plans_at_most_five_percent_extra(tmp_path, writers, readers):
     votes, shapes = llama_votes(writers)
     manifest = _assemble(votes, 1, 0, "a", writers, {}, {})
@@ -360,8 +359,7 @@ def test_resharded_8b_load_plans_at_most_five_percent_extra(tmp_path, writers, r
     assert planned <= 1.05 * needed, planned / needed
 
 
-@pytest.mark.parametrize("readers", [6, 16])
-def test_resharded_small_load_reads_at_most_five_percent_extra(tmp_path, readers):
+def test_resharded_small_load_reads_at_most_five_percent_extra(tmp_path):
     """Compare the bytes that the store read with those requested: 5 million parameters with Adam's states in 4 units, 7 MB a rank."""
     layer: dict[str, tuple[int, ...]] = {"up": (1300, 480), "down": (480, 1300), "norm": (480,)}
     shapes = {f"{unit}.{name}": shape for unit in range(4) for name, shape in layer.items()}
@@ -392,7 +390,7 @@ def test_resharded_small_load_reads_at_most_five_percent_extra(tmp_path, readers
                 yield reader
 
     checkpoint, needed = ckpt.open(Counting(tmp_path)), 0
-    for held in even_cuts(units, shapes, readers):
+    for held in even_cuts(units, shapes, 6):
         ranges = [(n, k, a, b, torch.empty(b - a)) for k in kinds for n, a, b in held]
         checkpoint.read_ranges(ranges)
         for name, kind, start, end, out in ranges:

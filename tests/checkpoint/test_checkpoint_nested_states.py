@@ -163,32 +163,45 @@ def test_sharded_nested_and_flattened_states_resume_exactly(rank: int, world: in
     resumes_exactly(make, sort)
 
 
-def saved_rank(rank: int, world: int, make: Make, root: str) -> list[Any]:
-    model = net(0, "ours")
-    optimizer = make(model.parameters())
-    train(model, optimizer, 2)
-    ckpt.save({"model": model, "optimizer": optimizer}, root, 2)
+MAKES: dict[str, Make] = {"nested": nested, "flattened": flattened, "lbfgs": lbfgs}
+
+
+def goes_on(model: Any, optimizer: Any) -> list[Any]:
     return [p.numpy() for p in train(model, optimizer, 2)]
 
 
-def loaded_rank(rank: int, world: int, make: Make, root: str) -> list[Any]:
-    model = net(1, "ours")
-    optimizer = make(model.parameters())
-    ckpt.load({"model": model, "optimizer": optimizer}, root)
-    return [p.numpy() for p in train(model, optimizer, 2)]
+def saved_rank(rank: int, world: int, root: str) -> dict[str, list[Any]]:
+    found = {}
+    for name, make in MAKES.items():
+        model = net(0, "ours")
+        optimizer = make(model.parameters())
+        train(model, optimizer, 2)
+        ckpt.save({"model": model, "optimizer": optimizer}, f"{root}/{name}", 2)
+        found[name] = goes_on(model, optimizer)
+    return found
 
 
-@pytest.mark.parametrize("make", [nested, flattened, lbfgs])
-def test_other_numbers_of_ranks_load_the_same_states(make: Make, tmp_path: Path) -> None:
-    expected = run_gloo(2, saved_rank, make, str(tmp_path))[0]
-    for found in run_gloo(3, loaded_rank, make, str(tmp_path)):
+def loaded_rank(rank: int, world: int, root: str) -> dict[str, list[Any]]:
+    found = {}
+    for name, make in MAKES.items():
+        model = net(1, "ours")
+        optimizer = make(model.parameters())
+        ckpt.load({"model": model, "optimizer": optimizer}, f"{root}/{name}")
+        found[name] = goes_on(model, optimizer)
+    return found
+
+
+def test_other_numbers_of_ranks_load_the_same_states(tmp_path: Path) -> None:
+    expected = run_gloo(2, saved_rank, str(tmp_path))[0]
+    for found in run_gloo(3, loaded_rank, str(tmp_path)):
         torch.testing.assert_close(found, expected)
-    model = net(1, "no")
-    optimizer = make(model.parameters())
-    ckpt.load({"model": model, "optimizer": optimizer}, tmp_path)
-    ckpt.save({"model": model, "optimizer": optimizer}, tmp_path, 3)  # and back, from one process to two
-    torch.testing.assert_close([p.numpy() for p in train(model, optimizer, 2)], expected)
-    for found in run_gloo(2, loaded_rank, make, str(tmp_path)):
+    for name, make in MAKES.items():
+        model = net(1, "no")
+        optimizer = make(model.parameters())
+        ckpt.load({"model": model, "optimizer": optimizer}, tmp_path / name)
+        ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / name, 3)  # and back, from one process to two
+        torch.testing.assert_close(goes_on(model, optimizer), expected[name])
+    for found in run_gloo(2, loaded_rank, str(tmp_path)):
         torch.testing.assert_close(found, expected)
 
 

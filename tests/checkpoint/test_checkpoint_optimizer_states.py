@@ -215,8 +215,9 @@ def test_states_that_one_rank_lacks_are_refused_with_a_remedy(rank: int, world: 
     assert torch.equal(fresh.state[model.weight]["exp_avg"].to_local(), optimizer.state[model.weight]["exp_avg"].to_local())
 
 
-@pytest.mark.parametrize("wider", [False, True], ids=["float32 to bfloat16", "bfloat16 to float32"])
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adafactor, Flat])
+@pytest.mark.parametrize(
+    ("make", "wider"), [(torch.optim.AdamW, False), (torch.optim.AdamW, True), (torch.optim.Adafactor, False), (Flat, True)]
+)
 def test_states_are_cast_with_their_parameters(tmp_path: Path, make: Callable[[Any], torch.optim.Optimizer], wider: bool) -> None:
     """A new optimizer got the states' stored dtype; the next step then raised."""
     dtypes = [torch.bfloat16, torch.float32] if wider else [torch.float32, torch.bfloat16]

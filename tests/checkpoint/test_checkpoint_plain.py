@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.checkpoint.checkpoint_support import flip, random_bits
+from tests.checkpoint.checkpoint_support import bits, flip, random_bits
 from tests.checkpoint.test_checkpoint_safety import sealed
 from tests.ranks import on_processes, run_gloo
 from vescale_ray import checkpoint as ckpt
@@ -51,7 +51,7 @@ def loader_state(rank: int) -> dict[str, Any]:
 def digest(value: Any) -> str:
     """Digest of a value with its type and dtype."""
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{tuple(value.shape)}{value.view(-1).view(torch.uint8).tolist()}"
+        return f"{value.dtype}{tuple(value.shape)}{bits(value)!r}"
     if isinstance(value, (np.ndarray, np.generic)):
         return f"{type(value).__name__}{value.dtype.str}{value.shape}{value.tobytes()!r}"
     if isinstance(value, dict):

@@ -397,7 +397,7 @@ def save_with_a_limit(root, limit):
     os._exit(4)
 
 
-@pytest.mark.parametrize("limit", [0, 1, 4096, 8192, 20_000])
+@pytest.mark.parametrize("limit", [0, 4096, 20_000])
 @pytest.mark.fault("K7")
 def test_file_size_limit_fails_a_save_and_keeps_the_last_commit(tmp_path, limit):
     """The kernel's own limit, RLIMIT_FSIZE, refuses the write at several bytes of the data, aux or commit object."""
@@ -407,8 +407,9 @@ def test_file_size_limit_fails_a_save_and_keeps_the_last_commit(tmp_path, limit)
     assert_equals(tmp_path, SMALL)
 
 
-@pytest.mark.parametrize("code", ["EACCES", "EROFS", "EMFILE", "EDQUOT"])
-@pytest.mark.parametrize("where", ["data", "commits"])
+@pytest.mark.parametrize(
+    ("code", "where"), [("EACCES", "data"), ("EROFS", "commits"), ("EMFILE", "data"), ("EMFILE", "commits"), ("EDQUOT", "data")]
+)
 def test_file_creation_error_fails_the_save_in_one_line(tmp_path, monkeypatch, code, where):
     save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1), step=1)
     real = os.open

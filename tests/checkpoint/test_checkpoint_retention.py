@@ -40,11 +40,12 @@ def test_collection_keeps_and_explains_the_choice_of_every_rule(root):
     # Best two: 20 (1.0), then 70, the newer of the two with 2.0. One for each 30 steps: 10 (0..29), 30, 60.
     expected = {10: ("every",), 20: ("best",), 30: ("every",), 60: ("every",), 70: ("last", "best")}
     assert {int(name.partition("-s")[2]): why for name, why in report.why.items()} == expected
-    assert steps(report.deleted) == [40, 50] and len(ckpt.ls(root)) == 7, "a dry run changes nothing"
+    assert steps(report.deleted) == [40, 50] and len(found := ckpt.ls(root)) == 7, "a dry run changes nothing"
     real = ckpt.gc(root, ckpt.Retention(keep_last=1, keep_every=30, keep_best=2, metric="loss"), grace=ckpt.NO_GRACE)
     assert (real.kept, real.deleted, real.why) == (report.kept, report.deleted, report.why)
     assert steps(c.name for c in ckpt.ls(root)) == [10, 20, 30, 60, 70]
-    assert len(list((root / "data").iterdir())) == 5
+    assert sorted(p.name for p in (root / "data").iterdir()) == sorted(c.attempt for c in found if c.name in real.kept)
+    assert real.freed_bytes == sum(c.bytes for c in found if c.name in real.deleted)
     best = ckpt.gc(root, ckpt.Retention(keep_last=1, keep_best=1, metric="loss", mode="max"), dry_run=True)
     assert steps(best.kept) == [60, 70]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,7 @@ def backend(request):
 
 def chunks(size, seed=0, chunk=1 << 20):
     """Chunks whose memory is reused, as the interface allows, once the fourth chunk after them is requested."""
-    data = random_bits((size,), torch.uint8, seed)
+    data = data_of(size, seed)
     buffers = [aligned_buffer(chunk) for _ in range(UNDER_WAY)]
     for index, start in enumerate(range(0, size, chunk)):
         buffers[index % UNDER_WAY].zero_()
@@ -43,7 +44,12 @@ def chunks(size, seed=0, chunk=1 << 20):
 
 
 def content(size, seed=0):
-    return random_bits((size,), torch.uint8, seed).numpy().tobytes()
+    return data_of(size, seed).numpy().tobytes()
+
+
+@functools.lru_cache(4)
+def data_of(size, seed):
+    return random_bits((size,), torch.uint8, seed)
 
 
 def test_object_reads_back_equal_whole_and_by_ranges(backend):
