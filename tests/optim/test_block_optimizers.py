@@ -86,10 +86,9 @@ def load(rank: int, world: int, folder: str) -> list[tuple[str, State]]:
     return found
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (3, 1)])
-def test_resume_on_other_ranks_equals_the_uninterrupted_run(tmp_path: Path, saved: int, loaded: int) -> None:
-    uninterrupted = run_gloo(saved, save, str(tmp_path))[0]
-    for states in run_gloo(loaded, load, str(tmp_path)):
+def test_resume_on_other_ranks_equals_the_uninterrupted_run(tmp_path: Path) -> None:
+    uninterrupted = run_gloo(3, save, str(tmp_path))[0]
+    for states in run_gloo(2, load, str(tmp_path)):
         for name, state in states:
             assert not same(state, uninterrupted[name]), name
 

@@ -89,18 +89,26 @@ def of_fewer_parameters(given: Any) -> None:
     given["param_groups"][-1]["params"].pop()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SPOILS = {
+    without_one: "has nothing, but .* keeps .* would start from zero",
+    without_any: "has nothing, but .* keeps .* would start from zero",
+    without_a_key: "but .* keeps .* would start from zero",
+    with_a_key: r"\['.*other.*'\], but .* keeps",
+    of_another_shape: r"of parameter #.* is \(12, 8\), not sharded, here \(8, 12\), not sharded",
+    with_nothing_in_it: r"of parameter #.* is None",
+    of_an_unknown_parameter: r"states of parameters \[7\], which are in none",
+    of_fewer_parameters: "param groups of|none of its param groups",
+}
+
+
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("kind", "spoil", "message"),
+    # Every optimizer meets one mistake; an optimizer of each base class meets all.
     [
-        (without_one, "has nothing, but .* keeps .* would start from zero"),
-        (without_any, "has nothing, but .* keeps .* would start from zero"),
-        (without_a_key, "but .* keeps .* would start from zero"),
-        (with_a_key, r"\['.*other.*'\], but .* keeps"),
-        (of_another_shape, r"of parameter #.* is \(12, 8\), not sharded, here \(8, 12\), not sharded"),
-        (with_nothing_in_it, r"of parameter #.* is None"),
-        (of_an_unknown_parameter, r"states of parameters \[7\], which are in none"),
-        (of_fewer_parameters, "param groups of|none of its param groups"),
+        (kind, spoil, message)
+        for kind in KINDS
+        for spoil, message in SPOILS.items()
+        if spoil is of_another_shape or kind in ("AdamW8bit", "Flat AdamW", "combined")
     ],
 )
 def test_ill_fitting_state_dict_is_refused_and_nothing_changes(kind: str, spoil: Any, message: str) -> None:
@@ -116,8 +124,10 @@ def test_ill_fitting_state_dict_is_refused_and_nothing_changes(kind: str, spoil:
     assert equal(optimizer.state_dict(), before)
 
 
-@pytest.mark.parametrize("kind", ["Muon", "AdamW8bit", "Shampoo", "SOAP"])
-@pytest.mark.parametrize(("key", "value"), [("lr", math.nan), ("weight_decay", -1.0), ("maximize", True)])
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [("Muon", "lr", math.nan), ("AdamW8bit", "weight_decay", -1.0), ("Shampoo", "maximize", True), ("SOAP", "lr", math.nan)],
+)
 def test_numbers_of_a_state_dict_that_make_no_sense_are_refused(kind: str, key: str, value: Any) -> None:
     _, optimizer = built(kind)
     before = copy.deepcopy(optimizer.state_dict())
@@ -144,10 +154,9 @@ def test_group_keeps_settings_that_the_state_dict_lacks(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))], ids=["copied", "pickled"])
-def test_copied_and_pickled_optimizers_step_independently(kind: str, copied: Any) -> None:
+def test_copied_and_pickled_optimizers_step_independently(kind: str) -> None:
     params, optimizer = built(kind)
-    theirs, other = copied((params, optimizer))
+    theirs, other = pickle.loads(pickle.dumps(copy.deepcopy((params, optimizer))))
     before = [p.detach().clone() for p in params]
     advance(theirs, other, range(2, 4))
     assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True)), "the original has not moved"
@@ -180,8 +189,9 @@ def test_torchs_adamw_is_taken_up_by_fp32_states() -> None:
         ours.load_state_dict({**theirs.state_dict(), "param_groups": switched.state_dict()["param_groups"]})
 
 
-@pytest.mark.parametrize("kind", [Muon, AdamW8bit, Shampoo, SOAP])
-@pytest.mark.parametrize("switch", ["maximize", "amsgrad", "differentiable", "capturable"])
+@pytest.mark.parametrize(
+    ("kind", "switch"), [(Muon, "maximize"), (AdamW8bit, "amsgrad"), (Shampoo, "differentiable"), (SOAP, "capturable")]
+)
 def test_unsupported_torch_switch_of_a_group_is_refused(kind: Any, switch: str) -> None:
     optimizer = kind([nn.Parameter(noise((8, 8), "p", 0))])
     with pytest.raises(ValueError, match=f"{switch} = True, which {kind.__name__} does not do"):
@@ -192,11 +202,12 @@ def test_unsupported_torch_switch_of_a_group_is_refused(kind: Any, switch: str) 
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        *((kind, {key: value}, f"{key} = ") for kind in (Muon, AdamW8bit, Shampoo, SOAP) for key in ("lr", "eps", "weight_decay")
-          for value in (-1.0, math.nan, math.inf, "a", None)),
+        *((AdamW8bit, {"lr": value}, "lr = ") for value in (-1.0, math.nan, math.inf, "a", None)),
+        *((kind, {key: math.nan}, f"{key} = ") for kind in (Muon, AdamW8bit, Shampoo, SOAP) for key in ("lr", "eps", "weight_decay")),
         *((kind, {"lr": torch.ones(2)}, "lr is a tensor of 2 elements") for kind in (Muon, AdamW8bit, Shampoo, SOAP)),
-        *((kind, {"betas": betas}, "betas = .*: give two numbers") for kind in (AdamW8bit, Shampoo, SOAP)
+        *((AdamW8bit, {"betas": betas}, "betas = .*: give two numbers")
           for betas in ((0.9,), 0.9, (0.9, 1.0), (-0.1, 0.9), (math.nan, 0.9), ("a", 0.9))),
+        *((kind, {"betas": (0.9, 1.0)}, "betas = .*: give two numbers") for kind in (Shampoo, SOAP)),
         (Muon, {"momentum": 1.5}, "momentum = 1.5: give a number from 0 to 1"),
         (Muon, {"ns_steps": 2.5}, "ns_steps = 2.5: give 1 to 99"),
         (Muon, {"ns_coefficients": (1.0, 2.0, math.nan)}, "give finite numbers"),

@@ -190,8 +190,7 @@ def test_coefficient_sets_move_singular_values_as_published(name: str) -> None:
         assert math.isclose(sigma, expected, rel_tol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["keller-jordan", "quintic", "polar-express"])
-@pytest.mark.parametrize("shape", [(48, 96), (96, 48), (64, 64)])
+@pytest.mark.parametrize(("name", "shape"), [("keller-jordan", (48, 96)), ("quintic", (96, 48)), ("polar-express", (64, 64))])
 def test_results_are_close_to_orthogonal_and_to_fp64(name: str, shape: tuple[int, int]) -> None:
     matrix, rounds = gradient(shape, 0, 0), coefficients(name, 5)
     got = orthogonalize(matrix, rounds).double()
@@ -241,7 +240,7 @@ def test_a_batch_that_differs_only_now_and_then_is_not_used(rarely: int, monkeyp
         assert all(torch.equal(a, orthogonalize(m, rounds)) for a, m in zip(automatic(many, rounds, 1e-7), many, strict=True)), step
 
 
-@pytest.mark.parametrize("shape", [(16, 16), (2, 64), (12, 12), (16, 300), (7, 10)])
+@pytest.mark.parametrize("shape", [(16, 16), (2, 64), (16, 300)])
 def test_batches_of_small_matrices_give_the_bits_of_each_alone(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """If batched, about one batch of fifty differs (torch 2.13 on CPUs with oneDNN's BF16)."""
     import vescale_ray.optim.matrix.newton_schulz as module

@@ -97,11 +97,13 @@ def by_hand(kind: Any, p: np.ndarray, grads: list[np.ndarray], lr: float, decay:
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [(Shampoo, {"grafting": g}) for g in ("adamw", "rmsprop", "sgd", None)] + [(SOAP, {})],
-    ids=["adamw", "rmsprop", "sgd", "ungrafted", "soap"],
+    ("kind", "options", "block"),
+    [
+        *((Shampoo, {"grafting": grafting}, "tile 8x8") for grafting in ("adamw", "rmsprop", "sgd", None)),
+        (Shampoo, {"grafting": "adamw"}, "rows 8"),
+        *((SOAP, {}, block) for block in ("tile 8x8", "rows 8", "tensor")),
+    ],
 )
-@pytest.mark.parametrize("block", ["tile 8x8", "rows 8", "tensor"])
 def test_steps_match_the_formulas_block_by_block(kind: Any, options: dict[str, Any], block: str) -> None:
     shapes = {"wide": (16, 24), "experts": (2, 16, 8)}
     model = Weights(shapes)
@@ -141,16 +143,14 @@ def trained(rank: int, world: int, kind: Any, block: Any, ranks: int) -> tuple[S
     return full_state(model, optimizer), straddles(model)
 
 
-@pytest.mark.parametrize("worlds", [(3,), pytest.param((2, 4), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_cuts_between_blocks_equal_one_process_bit_for_bit(kind: Any, block: Any, worlds: tuple[int, ...]) -> None:
+def test_cuts_between_blocks_equal_one_process_bit_for_bit(kind: Any, block: Any) -> None:
     alone = trained(0, 1, kind, block, 0)[0]
     cut: set[str] = set()
-    for world in worlds:
-        for state, partly in run_threads(world, trained, kind, block, world):
-            assert not same(state, alone), f"differ at {world} ranks: {same(state, alone)}"
-            cut |= partly
+    for state, partly in run_threads(3, trained, kind, block, 3):
+        assert not same(state, alone), same(state, alone)
+        cut |= partly
     assert block == "tensor" or {"wq_weight", "odd", "experts"} & cut, "no matrix lies on two ranks: this test shows nothing"
 
 
