@@ -47,8 +47,17 @@ def jacobian(model: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.vmap(torch.func.jacrev(model))(x[0])
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("call", [over_the_model, twice, with_input_gradients, jacobian])
+@pytest.mark.parametrize(
+    ("call", "reshard"),
+    [
+        *((over_the_model, reshard) for reshard in (None, True, False)),
+        (twice, True),
+        (with_input_gradients, True),
+        (with_input_gradients, False),
+        (jacobian, None),
+        (jacobian, True),
+    ],
+)
 @on_threads(2)
 def test_vmap_trains_as_over_a_plain_module(
     rank: int, world: int, call: Callable[[Any, torch.Tensor], torch.Tensor], reshard: bool | None
