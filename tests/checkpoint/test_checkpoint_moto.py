@@ -129,7 +129,7 @@ def before(server: str, answer: Callable[[str, str], str | None]) -> Iterator[st
 
 
 @pytest.mark.parametrize("error", [pytest.param("SlowDown", marks=pytest.mark.slow), "lost"])
-def test_save_reshard_verify_and_collect_survive_failing_requests(server, bucket, error):
+def test_a_checkpoints_whole_life_survives_failing_s3_requests(server, bucket, error):
     """Every third request of any kind fails until the collection."""
     count = iter(range(1_000_000))
     with before(server, lambda *_: error if next(count) % 3 == 2 else None) as url:
