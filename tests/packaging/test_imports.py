@@ -18,7 +18,7 @@ from tests.packaging.sources import MAPPED, PRODUCT, ROOT, SOURCES, module_of, n
 LAYERS: list[set[str]] = [
     {"version", "errors", "geometry", "block_grid", "compat", "gloo", "communication"},
     {"planner"},
-    {"dtensor", "dbuffer", "quantization", "emulation", "lasting", "runfolder", "event_words", "lr_schedule"},
+    {"dtensor", "dbuffer", "quantization", "lasting", "runfolder", "event_words", "lr_schedule"},
     {"fsdp", "models", "expert_parallel", "data", "config", "checkpoint", "state_dict", "full_state", "named_states", "new_states"},
     {"optim"},
     {"report", "parquet", "progress", "k8s"},
