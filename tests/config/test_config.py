@@ -9,9 +9,9 @@ from typing import get_args
 import pytest
 import yaml
 
+from tests.packaging.config_reference import reference
 from vescale_ray.config import ConfigError, RunConfig, load_config, parse_config, sections
 from vescale_ray.config.peers import OURS
-from vescale_ray.config.reference import reference
 from vescale_ray.planner.request import choose
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -435,4 +435,4 @@ def test_every_key_is_documented() -> None:
 
 def test_reference_page_matches_the_code() -> None:
     page = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
-    assert page == reference(), "run: python -m vescale_ray.config.reference > docs/reference/configuration.md"
+    assert page == reference(), "run: python -m tests.packaging.config_reference > docs/reference/configuration.md"

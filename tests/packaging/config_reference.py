@@ -54,7 +54,8 @@ def reference() -> str:
         "The value after `=` is YAML. An unknown key is an error that names the nearest known one. A value out of bounds is an error, too.",
         "Both end with exit code 2 before anything starts. The run's folder keeps the resolved form as `config.yaml`.",
         "",
-        "`python -m vescale_ray.config.reference > docs/reference/configuration.md` generates this page; a test compares it with the code.",
+        "`python -m tests.packaging.config_reference > docs/reference/configuration.md` generates this page; "
+        "a test compares it with the code.",
     ]
     for name, section in sections():
         lines += [
