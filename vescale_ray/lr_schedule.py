@@ -4,27 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
-
-class ScheduleConfig(Protocol):
-    """The part of ``TrainSection`` that the schedule reads."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def lr(self) -> float: ...
-    @property
-    def warmup_steps(self) -> int: ...
-    @property
-    def min_lr_ratio(self) -> float: ...
-    @property
-    def schedule(self) -> str: ...
-    @property
-    def decay_steps(self) -> int | None: ...
-    @property
-    def decay_type(self) -> str: ...
-
+from vescale_ray.config.sections import TrainSection
 
 _LEFT: Mapping[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
@@ -34,7 +15,7 @@ _LEFT: Mapping[str, Callable[[float], float]] = {
 """Remaining fraction of the difference between the highest and the lowest rate, by form of the decay and decayed fraction of the steps."""
 
 
-def lr_at(step: int, train: ScheduleConfig) -> float:
+def lr_at(step: int, train: TrainSection) -> float:
     """Return the learning rate of 0-based ``step``: a linear warm-up that ends at ``lr``, then ``schedule``.
 
     ``cosine`` and ``linear`` decay to ``lr * min_lr_ratio`` from the end of the warm-up; ``constant`` stays at ``lr``. ``wsd`` stays there
@@ -59,7 +40,7 @@ def lr_at(step: int, train: ScheduleConfig) -> float:
     return lowest + (train.lr - lowest) * _LEFT[train.decay_type if stable else train.schedule](progress)
 
 
-def _final_steps(train: ScheduleConfig) -> int:
+def _final_steps(train: TrainSection) -> int:
     """Return the steps of the final decay; the last step before them has the highest rate."""
     wanted = max(1, train.steps // 10) if train.decay_steps is None else train.decay_steps
     return min(wanted, train.steps - train.warmup_steps)

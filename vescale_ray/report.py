@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from vescale_ray.config import RunConfig, load_config
 from vescale_ray.config.given import CORPUS
@@ -20,18 +19,15 @@ from vescale_ray.errors import one_line
 from vescale_ray.event_words import count_words, describe_event, set_words
 from vescale_ray.runfolder import Record, RunFolder, RunFolderError, committed
 
+if TYPE_CHECKING:
+    from vescale_ray.data.dataset import SampleOrder
+
 GUESSING_BPB = 8.0
 LONG_METRICS, LONG_SAMPLES = 256 << 20, 64 << 20
 """Largest files, in bytes, that the driver on the head node still reads when a run ends. This takes some seconds and 200 MB; the files
 of a month-long run have gigabytes."""
 MOST_EVENTS, MOST_PROCESSES = 40, 16
 """Most events and processes in the table; events.jsonl has the rest."""
-
-
-class Stream(Protocol):
-    """The order of samples; :class:`vescale_ray.data.stream.SampleStream` implements it."""
-
-    def ids(self, start: int, count: int) -> npt.NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class Accounting:
         return self.lost == 0 and self.repeated == 0
 
 
-def accounting(run: RunFolder | str | Path, stream: Stream, global_batch: int, steps: int) -> Accounting:
+def accounting(run: RunFolder | str | Path, stream: SampleOrder, global_batch: int, steps: int) -> Accounting:
     """Compare the ids of committed lines in samples.jsonl with positions ``[0, steps * global_batch)`` of the stream, as multisets.
 
     Takes about 40 bytes of memory for each id in the file.
@@ -339,7 +335,7 @@ def _processes(events: Sequence[Record]) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(found, key=lambda one: (len(one[0]), one)))
 
 
-def _stream(config: RunConfig) -> Stream:
+def _stream(config: RunConfig) -> SampleOrder:
     from vescale_ray.data.dataset_loading import load_dataset
 
     return load_dataset(config.data).order(config.run.seed)

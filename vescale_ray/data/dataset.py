@@ -7,7 +7,7 @@ such sources.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -92,53 +92,4 @@ class Dataset(Protocol):
 
     def identity(self) -> Mapping[str, str | int]:
         """Return the values that determine the sample of each id, by configuration key. They must be the same when a run resumes."""
-        ...
-
-
-class SourceKeys(Protocol):
-    """The keys of the configuration's section ``data`` that choose a source. ``corpus`` is None in a section with a mixture."""
-
-    @property
-    def corpus(self) -> str | Sequence[str] | None: ...
-    @property
-    def format(self) -> str: ...
-    @property
-    def column(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def tokenizer(self) -> str | None: ...
-    @property
-    def end_token(self) -> str | None: ...
-    @property
-    def document_mask(self) -> bool: ...
-    @property
-    def vocab(self) -> int | None: ...
-    @property
-    def seq_len(self) -> int: ...
-    @property
-    def heldout(self) -> float: ...
-    @property
-    def shuffle_blocks(self) -> int: ...
-    @property
-    def readahead_mb(self) -> int: ...
-
-
-class Weighted(Protocol):
-    """A source of a mixture."""
-
-    @property
-    def weight(self) -> float: ...
-
-
-class DataKeys(SourceKeys, Protocol):
-    """The keys of the configuration's section ``data`` that choose a data set."""
-
-    @property
-    def mixture(self) -> Sequence[Weighted] | None: ...
-    @property
-    def eval(self) -> Mapping[str, Any]: ...
-
-    def of(self, source: Any) -> SourceKeys:
-        """Return the keys of an element of ``mixture`` or of ``eval``."""
         ...

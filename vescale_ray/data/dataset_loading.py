@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
+from vescale_ray.config.data_section import DataSection
 from vescale_ray.data.block_dataset import BlockDataset, block_tokens
 from vescale_ray.data.chat import ChatEncoder, ChatTemplate
 from vescale_ray.data.chat_files import ChatLinesFile, ChatParquetFile
 from vescale_ray.data.corpus import VOCAB, load_corpus, text_files
-from vescale_ray.data.dataset import DataKeys, Dataset, SourceKeys
+from vescale_ray.data.dataset import Dataset
 from vescale_ray.data.document_files import ArrowFile, JsonLinesFile, ParquetFile, TextFile
 from vescale_ray.data.encoders import (
     ByteEncoder,
@@ -53,7 +54,7 @@ _OPENERS = 16
 """Threads that open the files of an object store, whose footers take two requests each."""
 
 
-def load_dataset(keys: DataKeys, least: int | None = None, given: Any = None) -> Dataset:
+def load_dataset(keys: DataSection, least: int | None = None, given: Any = None) -> Dataset:
     """Open the data set, check its files and count their tokens.
 
     Args:
@@ -76,7 +77,7 @@ def load_dataset(keys: DataKeys, least: int | None = None, given: Any = None) ->
     return made
 
 
-def load_eval_sets(keys: DataKeys, trained: Dataset) -> dict[str, Dataset]:
+def load_eval_sets(keys: DataSection, trained: Dataset) -> dict[str, Dataset]:
     """Open the evaluation sets of ``data.eval``, by name. All their samples are training samples of their sources.
 
     Args:
@@ -90,7 +91,7 @@ def load_eval_sets(keys: DataKeys, trained: Dataset) -> dict[str, Dataset]:
     return sets
 
 
-def _load_part(name: str, keys: SourceKeys, heldout: float, least: int | None = None) -> Dataset:
+def _load_part(name: str, keys: DataSection, heldout: float, least: int | None = None) -> Dataset:
     """Open one of several sources. ``name``: its key, for messages."""
     try:
         return _load(keys, heldout, least)
@@ -98,7 +99,7 @@ def _load_part(name: str, keys: SourceKeys, heldout: float, least: int | None = 
         raise BadInput(f"{name}: {error}") from None
 
 
-def _reserve(sources: Sequence[Dataset], shares: Sequence[float], keys: SourceKeys) -> None:
+def _reserve(sources: Sequence[Dataset], shares: Sequence[float], keys: DataSection) -> None:
     """Divide ``data.readahead_mb`` between the sources that are read in blocks. Each gets memory for two windows, and its share of the
     rest."""
     blocks = [(source, share) for source, share in zip(sources, shares, strict=True) if isinstance(source, BlockDataset)]
@@ -113,7 +114,7 @@ def _reserve(sources: Sequence[Dataset], shares: Sequence[float], keys: SourceKe
         source.reserve(source.needed + int((memory - needed) * share / sum(share for _, share in blocks)))
 
 
-def _load(keys: SourceKeys, heldout: float, least: int | None) -> Dataset:
+def _load(keys: DataSection, heldout: float, least: int | None) -> Dataset:
     """Open one source, and hold out a fraction of it.
 
     Local text without a tokenizer is read into memory as bytes. Everything else is read in blocks. Token ids are counted from footers;
@@ -143,7 +144,7 @@ def _load(keys: SourceKeys, heldout: float, least: int | None) -> Dataset:
     )
 
 
-def _is_plain_text(keys: SourceKeys) -> bool:
+def _is_plain_text(keys: DataSection) -> bool:
     """Return whether the data is local text that is read as bytes. Raises BadInput if the files of a folder have several formats."""
     spec = keys.corpus
     if not isinstance(spec, str) or "://" in spec or keys.tokenizer is not None or keys.format not in ("auto", "text"):
@@ -163,7 +164,7 @@ def _is_plain_text(keys: SourceKeys) -> bool:
     return True
 
 
-def kind_of(keys: SourceKeys, name: str, found: Sequence[DataFile]) -> str:
+def kind_of(keys: DataSection, name: str, found: Sequence[DataFile]) -> str:
     """Return the format of files. Raises BadInput if the files have several formats, or one file is compressed."""
     kind = keys.format if keys.format != "auto" else _format_of(name, [(file.name, file.url) for file in found])
     _refuse_compressed(name, [(file.name, file.url) for file in found])
@@ -238,7 +239,7 @@ class Encoders:
         identity: values that identify the tokens, besides the files.
     """
 
-    def __init__(self, keys: SourceKeys) -> None:
+    def __init__(self, keys: DataSection) -> None:
         self._keys = keys
         none: tuple[Any, str] = (None, "")
         self._tokenizer, self._digest = load_tokenizer(keys.tokenizer) if keys.tokenizer is not None else none
@@ -312,7 +313,7 @@ class Encoders:
         raise BadInput(f"data.column = {self._keys.column}: {file.url} holds {kind} there; give a column of text or of lists of token ids")
 
 
-def _vocab_of_bytes(keys: SourceKeys) -> int:
+def _vocab_of_bytes(keys: DataSection) -> int:
     if keys.vocab is not None and keys.vocab < VOCAB:
         raise BadInput(
             f"data.vocab = {keys.vocab}: text without data.tokenizer is bytes, with {VOCAB} tokens; set data.tokenizer, or {VOCAB} or more"
@@ -320,7 +321,7 @@ def _vocab_of_bytes(keys: SourceKeys) -> int:
     return keys.vocab or VOCAB
 
 
-def _opener(kind: str, keys: SourceKeys, encoders: Encoders, step: int) -> Callable[[DataFile], TokenFile]:
+def _opener(kind: str, keys: DataSection, encoders: Encoders, step: int) -> Callable[[DataFile], TokenFile]:
     match kind:
         case "parquet":
             return lambda file: ParquetFile(file, keys.column, encoders.of)

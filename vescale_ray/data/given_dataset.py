@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vescale_ray.config.data_section import DataSection
 from vescale_ray.data.chat import IGNORED
-from vescale_ray.data.dataset import Dataset, SourceKeys
+from vescale_ray.data.dataset import Dataset
 from vescale_ray.data.stream import Ids, SampleStream
 from vescale_ray.errors import BadInput
 
@@ -21,7 +22,7 @@ PROBES = 64
 _PROTOCOL = ("num_samples", "heldout_samples", "vocab", "unit", "masked", "batch", "heldout_batch", "order", "read_ahead", "identity")
 
 
-def dataset_of(given: Any, keys: SourceKeys) -> Dataset:
+def dataset_of(given: Any, keys: DataSection) -> Dataset:
     """Return the data set for an object of the caller.
 
     Raises:
@@ -51,7 +52,7 @@ class GivenDataset:
     unit = "ids"
     bytes_per_token = None
 
-    def __init__(self, samples: Any, keys: SourceKeys) -> None:
+    def __init__(self, samples: Any, keys: DataSection) -> None:
         self._samples, self.seq_len = samples, keys.seq_len
         if isinstance(samples, str | PathLike):
             raise BadInput(f"dataset: {samples} is a path; name files in data.corpus, and leave dataset out")

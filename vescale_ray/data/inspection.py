@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vescale_ray.data.dataset import DataKeys, Dataset, SampleOrder
+from vescale_ray.config.data_section import DataSection
+from vescale_ray.data.dataset import Dataset, SampleOrder
 from vescale_ray.data.encoders import load_tokenizer
 from vescale_ray.data.mixture import Mixture
 
@@ -32,7 +33,7 @@ class SourceReport:
     sample: str
 
 
-def inspect(keys: DataKeys, dataset: Any, sets: Mapping[str, Dataset], seed: int, samples: int) -> list[SourceReport]:
+def inspect(keys: DataSection, dataset: Any, sets: Mapping[str, Dataset], seed: int, samples: int) -> list[SourceReport]:
     """Report on each source of a run's data set, and on each evaluation set.
 
     Args:

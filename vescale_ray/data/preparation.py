@@ -25,8 +25,8 @@ import pyarrow.parquet as pq
 import xxhash
 from fsspec.implementations.local import LocalFileSystem
 
+from vescale_ray.config.data_section import DataSection
 from vescale_ray.data.block_dataset import BLOCK_TOKENS
-from vescale_ray.data.dataset import SourceKeys
 from vescale_ray.data.dataset_loading import Encoders, in_threads, kind_of
 from vescale_ray.data.document_files import CHUNK, PREPARED, DocumentFile, JsonLinesFile, ParquetFile, TextFile, guarded
 from vescale_ray.data.encoders import BadDocument, Encoder, TokenizerEncoder
@@ -69,7 +69,7 @@ class Preparation:
         chunk: bytes of a piece of lines.
     """
 
-    keys: SourceKeys
+    keys: DataSection
     files: tuple[DataFile, ...]
     kind: str
     pieces: tuple[tuple[SourcePiece, ...], ...]
@@ -98,7 +98,7 @@ class PreparedFile:
     damaged: str | None = None
 
 
-def plan(keys: SourceKeys, out: str, count: int | None = None, chunk: int = CHUNK) -> Preparation:
+def plan(keys: DataSection, out: str, count: int | None = None, chunk: int = CHUNK) -> Preparation:
     """Find the sources, read the footers of Parquet files, and cut the sources into pieces.
 
     Args:
@@ -208,7 +208,7 @@ def make(made: Preparation, number: int) -> PreparedFile:
     return PreparedFile(number, documents, tokens, damaged=damaged)
 
 
-def _sizes(files: Sequence[DataFile], kind: str, keys: SourceKeys, encoders: Encoders, chunk: int) -> list[tuple[SourcePiece, int]]:
+def _sizes(files: Sequence[DataFile], kind: str, keys: DataSection, encoders: Encoders, chunk: int) -> list[tuple[SourcePiece, int]]:
     """Return all pieces that hold rows, in order, each with its size in bytes of text."""
 
     def of(file: DataFile) -> list[int]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vescale_ray.config.model_section import LoraSettings
 from vescale_ray.errors import BadInput
 
 ADAPTER = "default"
@@ -26,20 +27,7 @@ def is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-class LoraKeys(Protocol):
-    """The keys of the configuration's ``model.lora``."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def alpha(self) -> float: ...
-    @property
-    def dropout(self) -> float: ...
-    @property
-    def targets(self) -> str | list[str]: ...
-
-
-def add_adapters(model: nn.Module, keys: LoraKeys) -> None:
+def add_adapters(model: nn.Module, keys: LoraSettings) -> None:
     """Add adapters to ``model``, which is on the meta device, and freeze its other parameters.
 
     Raises:
@@ -69,7 +57,7 @@ def add_adapters(model: nn.Module, keys: LoraKeys) -> None:
         raise BadInput(f"{refused}{' '.join(str(error).split())[:200]}{remedy}") from None
 
 
-def _targets(keys: LoraKeys, model: nn.Module) -> list[str]:
+def _targets(keys: LoraSettings, model: nn.Module) -> list[str]:
     """Return the names of the layers that get adapters. ``all-linear`` is all linear layers but the head; peft takes experts and others,
     too."""
     if keys.targets != ALL_LINEAR:
@@ -120,7 +108,7 @@ def initial_adapters(model: nn.Module, seed: Any) -> Iterator[tuple[str, Tensor]
                 part.to(device="meta")
 
 
-def write_adapter(folder: Path, keys: LoraKeys, base: str, tensors: Mapping[str, Tensor]) -> None:
+def write_adapter(folder: Path, keys: LoraSettings, base: str, tensors: Mapping[str, Tensor]) -> None:
     """Write ``tensors``, by their names in the model, as an adapter that ``PeftModel.from_pretrained`` loads.
 
     Args:
@@ -137,12 +125,12 @@ def write_adapter(folder: Path, keys: LoraKeys, base: str, tensors: Mapping[str,
     config.save_pretrained(folder)
 
 
-def delta(keys: LoraKeys, down: Tensor, up: Tensor) -> Tensor:
+def delta(keys: LoraSettings, down: Tensor, up: Tensor) -> Tensor:
     """Return the adapter's part of a weight: ``alpha / rank * lora_B @ lora_A``, in float32."""
     return (up.float() @ down.float()) * (keys.alpha / keys.rank)
 
 
-def _config(peft: Any, keys: LoraKeys, targets: list[str]) -> Any:
+def _config(peft: Any, keys: LoraSettings, targets: list[str]) -> Any:
     return peft.LoraConfig(r=keys.rank, lora_alpha=keys.alpha, lora_dropout=keys.dropout, target_modules=targets, task_type="CAUSAL_LM")
 
 
