@@ -1,7 +1,5 @@
-"""The table of what a resume does with a changed key of ``data``, ``model`` or ``train``: refuse it, warn, or take it.
-
-Keys of other sections do not change what is computed, except ``run.seed``, which is refused.
-"""
+"""The keys of ``data``, ``model`` and ``train`` whose change on a resume gives a warning. Other changed keys are refused if they change a
+sample, the global batch, or the name, shape or states of a parameter, and else taken; the tests have the complete table."""
 
 from __future__ import annotations
 
@@ -13,17 +11,6 @@ from vescale_ray.config.mistakes import shown
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
 
-REFUSED: Mapping[str, frozenset[str]] = {
-    "data": frozenset(
-        {
-            *("corpus", "mixture", "format", "column", "dtype", "tokenizer", "end_token", "vocab", "seq_len", "heldout"),
-            "shuffle_blocks",
-        }
-    ),
-    "model": frozenset({"kind", "dim", "layers", "ffn", "tie", "lora.rank", "lora.targets"}),
-    "train": frozenset({"slots", "slot_batch", "optimizer"}),
-}
-"""Keys whose change is refused if it changes a sample, the global batch, or the name, shape or states of a parameter."""
 TOLD: Mapping[str, tuple[str, ...]] = {
     "data": ("document_mask",),
     "model": ("heads", "kv_heads", "rope_theta", "factory", "args", "loss", "lora.alpha", "lora.dropout"),
@@ -34,18 +21,6 @@ TOLD: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Keys that change the computation, though the saved state fits: their change gives a warning."""
-FREE: Mapping[str, frozenset[str]] = {
-    "data": frozenset({"eval", "eval_samples", "readahead_mb"}),
-    "model": frozenset({"hf", "units"}),
-    "train": frozenset(
-        {
-            *("reduce_staging_mb", "zero_stage", "reshard_after_forward", "sharding", "expert_parallel", "offload"),
-            *("activation_checkpointing", "compile", "threads", "device"),
-            *("eval_every", "completions", "early_stop", "profile"),
-        }
-    ),
-}
-"""Keys that may change without a word. Of ``model.hf``, ``config.json`` is compared, and with adapters the weights."""
 _SIZES = ("heads", "kv_heads", "rope_theta")
 """Keys of ``model.kind``."""
 

@@ -17,11 +17,35 @@ from tests.controller.runs import tiny
 from vescale_ray import checkpoint
 from vescale_ray.checkpoint.stores.posix import PosixStore
 from vescale_ray.controller.driver import preflight, training
-from vescale_ray.controller.driver.resumed_keys import FREE, REFUSED, TOLD
+from vescale_ray.controller.driver.resumed_keys import TOLD
 from vescale_ray.controller.driver.resumption import changes_since, choose_commit
 from vescale_ray.controller.protocol import RunRefused, StateSource
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Origin
+
+REFUSED: dict[str, frozenset[str]] = {
+    "data": frozenset(
+        {
+            *("corpus", "mixture", "format", "column", "dtype", "tokenizer", "end_token", "vocab", "seq_len", "heldout"),
+            "shuffle_blocks",
+        }
+    ),
+    "model": frozenset({"kind", "dim", "layers", "ffn", "tie", "lora.rank", "lora.targets"}),
+    "train": frozenset({"slots", "slot_batch", "optimizer"}),
+}
+"""Keys whose change is refused if it changes a sample, the global batch, or the name, shape or states of a parameter."""
+FREE: dict[str, frozenset[str]] = {
+    "data": frozenset({"eval", "eval_samples", "readahead_mb"}),
+    "model": frozenset({"hf", "units"}),
+    "train": frozenset(
+        {
+            *("reduce_staging_mb", "zero_stage", "reshard_after_forward", "sharding", "expert_parallel", "offload"),
+            *("activation_checkpointing", "compile", "threads", "device"),
+            *("eval_every", "completions", "early_stop", "profile"),
+        }
+    ),
+}
+"""Keys that may change without a word. Of ``model.hf``, ``config.json`` is compared, and with adapters the weights."""
 
 
 def saved(root: Path, *steps: int) -> list[Path]:
