@@ -273,28 +273,11 @@ class RunFolder:
     def marked_metrics(self, key: str, least: int) -> int:
         """Return the start of the last metrics line that has ``key`` and is followed by at least ``least`` lines; 0 if there is none. Reads
         only the end of the file."""
-        needle, name = b'"%s":' % key.encode(), "metrics.jsonl"
-        try:
-            with (self.path / name).open("rb") as file:
-                end, after, rest = file.seek(0, os.SEEK_END), 0, b""
-                while end > 0:
-                    start = max(0, end - _BLOCK)
-                    file.seek(start)
-                    raw = file.read(end - start) + rest
-                    # The bytes before the first newline are an incomplete line, unless they start the file.
-                    whole = raw.find(b"\n") + 1 if start else 0
-                    at = start + len(raw)
-                    if start and not whole:
-                        end, rest = start, raw
-                        continue
-                    for number, line in enumerate(reversed(raw[whole:].split(b"\n"))):
-                        at -= len(line) + (number > 0)
-                        if needle in line and after >= least and any(key in record for record in _parse(line, name)):
-                            return at
-                        after += bool(line)
-                    end, rest = start, raw[:whole]
-        except (FileNotFoundError, NotADirectoryError):
-            pass
+        needle, after = b'"%s":' % key.encode(), 0
+        for at, line in self._from_end("metrics.jsonl"):
+            if needle in line and after >= least and any(key in record for record in _parse(line, "metrics.jsonl")):
+                return at
+            after += bool(line)
         return 0
 
     def read_events(self) -> list[Record]:
@@ -324,21 +307,26 @@ class RunFolder:
 
     def _last_line(self, name: str) -> Record | None:
         """Return the newest whole line, or None. Reads only the end of the file, because the file grows to gigabytes."""
+        return next((record for _, line in self._from_end(name) for record in _parse(line, name)), None)
+
+    def _from_end(self, name: str) -> Iterator[tuple[int, bytes]]:
+        """Yield the lines of a file, the last one first, each with the byte at which it starts."""
         try:
             with (self.path / name).open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                length = 1 << 16
-                while True:
-                    start = max(0, size - length)
+                start, rest = file.seek(0, os.SEEK_END), b""
+                while start > 0:
+                    end, start = start, max(0, start - _BLOCK)
                     file.seek(start)
                     # The bytes before the first newline are an incomplete line, unless they start the file.
-                    raw = file.read(size - start)
-                    found = _parse(raw if start == 0 else raw.partition(b"\n")[2], name)
-                    if found or start == 0:
-                        return found[-1] if found else None
-                    length *= 4
+                    rest, *lines = (file.read(end - start) + rest).split(b"\n")
+                    at = start + len(rest) + sum(len(line) + 1 for line in lines)
+                    for line in reversed(lines):
+                        at -= len(line)
+                        yield at, line
+                        at -= 1
+                yield 0, rest
         except (FileNotFoundError, NotADirectoryError):
-            return None
+            return
 
     def is_run(self) -> bool:
         """Return whether a run has ever written here."""
