@@ -352,8 +352,6 @@ class _Attempt:
                     raise _Lost(f"the controller can't start: {cause}") from None
                 raise RunRefused(f"the controller can't start: {cause}") from None
             return None
-        except ray.exceptions.RayTaskError:
-            return None
         except (ray.exceptions.RayError, TimeoutError):
             return None
 

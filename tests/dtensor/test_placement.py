@@ -88,7 +88,7 @@ def test_intervals_tile_the_tensor_by_rank_at_unit_boundaries(case: tuple[tuple[
     placement.validate(shape, len(placement.local_units))
     position = 0
     for rank, (start, end) in enumerate(placement.intervals(shape)):
-        assert start == position and (end - start) % placement.unit_numel(shape) == 0
+        assert start == position and (end - start) % math.prod(shape[len(placement.dims) :]) == 0
         assert (end - start) * sum(placement.local_units) == math.prod(shape) * placement.local_units[rank]
         assert math.prod(placement.local_shape(shape, rank)) == end - start
         assert placement.local_shape(shape, rank)[1:] == shape[len(placement.dims) :]

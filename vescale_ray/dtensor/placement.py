@@ -108,10 +108,6 @@ class RaggedShard(Placement):
 
     # -- geometry: pure functions of the placement and a shape (the part of the tensor that this mesh dimension divides) --
 
-    def unit_numel(self, shape: Sequence[int]) -> int:
-        """Return the elements of one unit."""
-        return math.prod(shape[len(self.dims) :])
-
     def units_of(self, shape: Sequence[int]) -> int:
         """Return the number of units in a tensor of ``shape``."""
         return math.prod(shape[: len(self.dims)])
@@ -181,9 +177,6 @@ class RaggedShard(Placement):
         return repr(self), {"RaggedShard": RaggedShard}
 
     # -- torch's queries on a placement --
-
-    def is_ragged_shard(self) -> bool:
-        return True
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Return True without ``dim`` and for each of its dims, since the placement is neither Replicate nor Partial."""

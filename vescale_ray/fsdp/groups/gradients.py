@@ -47,15 +47,15 @@ class Gradients(GradientSettings):
 
     Args:
         params: in the order of ``division.layout.specs``.
-        in_place: whether one rank holds everything, so that gradients are written into their shard directly.
         offload: whether gradient shards are delivered in host memory.
     """
 
-    def __init__(self, place: Place, division: Division, params: Sequence[GroupParam], *, in_place: bool, offload: bool) -> None:
+    def __init__(self, place: Place, division: Division, params: Sequence[GroupParam], *, offload: bool) -> None:
         super().__init__()
         self.place, self.division, self.params = place, division, params
         self.layout, self.kept = division.layout, division.kept
-        self.in_place = in_place
+        self.in_place = False
+        """True if one rank holds everything, so that gradients are written into their shard directly."""
         self.delivery = Delivery(params, division.kept, offload=offload)
         self.orig_dtype = self.compute_dtype = self.reduce_dtype = torch.float32
         self.pool: Pool | None = None

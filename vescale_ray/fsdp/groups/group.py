@@ -75,7 +75,7 @@ class ParameterGroup:
         self.gathered = GatheredBuffer(self.place, self.division, plan.wire, self.compute_dtype, weakref.WeakMethod(self.invalid_because))
         self.params: list[GroupParam] = []
         self._shard_parameters(plan.sources, to_empty)
-        self.grads = Gradients(self.place, self.division, self.params, in_place=False, offload=self.offload)
+        self.grads = Gradients(self.place, self.division, self.params, offload=self.offload)
         self.leaves = Leaves(self.params, self.grads, checked=not self._renormed)
         self.tell_gradients()
 

@@ -72,11 +72,6 @@ class CodeParts:
         self.part_bytes = layout.shard_numel + -(-scale_bytes // ALIGN) * ALIGN
 
     @property
-    def code_bytes(self) -> int:
-        """Bytes of codes in each part, padding between tensors included."""
-        return self.layout.shard_numel
-
-    @property
     def scale_bytes(self) -> int:
         """Bytes of scales in each part, padding included."""
         return self.part_bytes - self.layout.shard_numel
