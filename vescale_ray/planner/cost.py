@@ -280,7 +280,7 @@ def predict_memory(plan: ModelPlan, policy: Policy, *, backend: str = "nccl", ra
         gradients=trained * policy.master_dtype.itemsize,
         gradient_buffers=gradients,
         optimizer=_optimizer_bytes(plan, policy, rank),
-        activations=activation_bytes(plan.model, policy, plan.lever.layers),
+        activations=activation_bytes(plan.model, policy),
     )
 
 
@@ -356,7 +356,7 @@ def _state_bytes(optimizer: Optimizer, kind: str) -> float:
     return 8.0
 
 
-def activation_bytes(model: ModelShapes, policy: Policy, layers_per_unit: int = 1) -> int:
+def activation_bytes(model: ModelShapes, policy: Policy) -> int:
     """Estimate the bytes of activations on one rank.
 
     Without recomputation each layer keeps 34 bytes per token and hidden element (Korthikanti et al., arXiv 2205.05198, section 4.1,
