@@ -7,12 +7,10 @@ it is alive. So the caller waits for slow storage, but not for hung storage. Aba
 from __future__ import annotations
 
 import atexit
-import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -85,48 +83,24 @@ def bounded(work: Callable[[Watch], T], quiet_s: float) -> T:
         errors.clear()  # errors hold frames, which hold the state
 
 
-class Workers:
-    """A few threads for calls that may hang. The pools of ``concurrent.futures`` are unsuitable, since an ending process waits for their
-    threads.
+def in_daemons(count: int, name: str, work: Callable[[], None], stop: Callable[[], None]) -> None:
+    """Run ``work``, which raises nothing, in ``count`` daemon threads, and return once all have ended. The pools of ``concurrent.futures``
+    are unsuitable, since an ending process waits for their threads.
 
-    As a context manager, it waits on exit until all submitted calls have ended; that wait hangs if a call hangs.
+    Args:
+        stop: tells the threads to end, after an error or an interrupt of the caller, too. The wait hangs if ``work`` hangs.
     """
-
-    def __init__(self, count: int, name: str) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._live, name=f"{DAEMONS}{name}", daemon=True) for _ in range(count)]
-
-    def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
-        future: Future[T] = Future()
-        self._calls.put((future, work, arguments))
-        return future
-
-    def __enter__(self) -> Workers:
-        try:
-            for thread in self._threads:
-                thread.start()
-        except BaseException:  # no more threads, or an interrupt: end the threads that run
-            self._end()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._end()
-        for thread in self._threads:
+    threads = [threading.Thread(target=work, name=f"{DAEMONS}{name}", daemon=True) for _ in range(count)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
             thread.join()
-
-    def _end(self) -> None:
-        for _ in self._threads:
-            self._calls.put(None)
-
-    def _live(self) -> None:
-        while (call := self._calls.get()) is not None:
-            future, work, arguments = call
-            try:
-                future.set_result(work(*arguments))
-            except BaseException as error:
-                future.set_exception(error)
-            del call, future, work, arguments  # the last call may hold memory that is wanted back
+    finally:
+        stop()
+        for thread in threads:
+            if thread.is_alive():  # it was not started if the process has too many threads
+                thread.join()
 
 
 @atexit.register

@@ -18,10 +18,11 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from ..faults import fault_point
-from ..saving.bounded import Workers
+from ..saving.bounded import in_daemons
 from .store import ALIGNMENT, UNDER_WAY, Entry, KeyExists, KeyMissing, check_key, delete_each, is_key
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -340,12 +341,7 @@ def _write_chunks(fd: int, chunks: Iterable[memoryview], direct: bool) -> tuple[
     one. Handing chunks from thread to thread took a third of a save's time on a virtual machine, to wake the threads.
     """
     stream = _Stream(iter(chunks), direct)
-    with Workers(UNDER_WAY, "write") as writers:
-        try:
-            for over in [writers.submit(stream.run, os.dup(fd)) for _ in range(UNDER_WAY)]:
-                over.result()
-        finally:
-            stream.ended = True  # an interrupt of this thread ends the others after their chunk
+    in_daemons(UNDER_WAY, "write", partial(stream.run, fd), stream.end)
     try:
         if stream.errors:
             raise stream.errors[min(stream.errors)]
@@ -370,36 +366,39 @@ class _Stream:
         """Lock of chunk ``number % UNDER_WAY``, held until the chunk is written. Only then may the next chunk in that memory be
         requested."""
 
-    def run(self, fd: int) -> None:
-        """Write chunks until the stream ends, then close ``fd``. No other thread may close it: this thread goes on after a second Ctrl-C.
-        The next opened file could then get the same descriptor, and this thread's bytes."""
+    def end(self) -> None:
+        self.ended = True
+
+    def run(self, shared: int) -> None:
+        """Write chunks until the stream ends, by a copy of the descriptor ``shared``. The caller closes its own, and after a second Ctrl-C
+        this thread goes on. The next opened file could then get the same descriptor, and this thread's bytes."""
         number = 0
         try:
-            while True:
-                with self._turn:
-                    number = self._number
-                    memory = self._memory[number % UNDER_WAY]
-                    memory.acquire()
+            with os.fdopen(os.dup(shared), "wb", buffering=0) as own:
+                fd = own.fileno()
+                while True:
+                    with self._turn:
+                        number = self._number
+                        memory = self._memory[number % UNDER_WAY]
+                        memory.acquire()
+                        try:
+                            chunk = self._next(fd, number, memory)
+                        except BaseException:
+                            memory.release()
+                            raise
+                        if chunk is None:
+                            memory.release()
+                            return
+                        offset = self.offset - len(chunk)
                     try:
-                        chunk = self._next(fd, number, memory)
-                    except BaseException:
+                        if not _write_all(fd, chunk, offset, self.direct):
+                            self.direct = False
+                    finally:
                         memory.release()
-                        raise
-                    if chunk is None:
-                        memory.release()
-                        return
-                    offset = self.offset - len(chunk)
-                try:
-                    if not _write_all(fd, chunk, offset, self.direct):
-                        self.direct = False
-                finally:
-                    memory.release()
-                fault_point("data.chunk", number)
+                    fault_point("data.chunk", number)
         except BaseException as error:
             self.errors[number] = error
             self.ended = True
-        finally:
-            os.close(fd)
 
     def _next(self, fd: int, number: int, own: threading.Lock) -> memoryview | None:
         chunk = None if self.ended else next(self._chunks, None)
