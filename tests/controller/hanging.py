@@ -9,6 +9,7 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -16,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.workers.tiny import DropoutModel
+from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.workers.monitoring.process import born
 
 FOR_S = 60
-LATE_S = 8.0
 SLOWLY = "VESCALE_TEST_SLOWLY"
 """Environment variable with the seconds by which each forward takes longer."""
 
@@ -55,13 +56,19 @@ class HangingModel(DropoutModel):
         return super().forward(tokens)
 
 
-class LateModel(HangingModel):
-    """A model that rank 0 takes much longer to initialize than the others do."""
+VOCAB = 300
 
-    def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        if dist.get_rank() == 0 and name == "head.weight":
-            time.sleep(LATE_S)
-        super().init_parameter(name, full, generator)
+
+class Unhurried(Llama):
+    """A tiny model whose forward takes 20 ms, most of which leave the processor to the processes that start meanwhile."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.02)
+        return super().forward(*args, **kwargs)
+
+
+def unhurried() -> Unhurried:
+    return Unhurried(LlamaConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn=56, vocab=VOCAB, max_seq=16))
 
 
 def act(way: str) -> None:
@@ -88,10 +95,6 @@ def act(way: str) -> None:
 
 def model() -> nn.Module:
     return HangingModel()
-
-
-def late_model() -> nn.Module:
-    return LateModel()
 
 
 def hang(pid: int, way: str) -> None:

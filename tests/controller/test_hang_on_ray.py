@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.controller.hanging import LATE_S, work_more
+from tests.controller.hanging import work_more
 from tests.controller.runs import Finished, carry_out, parents, print_figures, tiny
 from tests.controller.test_fault_matrix import controller_process
 from tests.controller.test_runs_on_ray import nothing_left, pid_of
@@ -80,14 +80,6 @@ def test_stopped_controller_blames_no_worker_for_its_own_pause(tmp_path: Path) -
         play.act(3, lambda pids: stand_still(8.0))
     finished = play.finished()
     assert not finished.of("worker_lost", "hang", "generation_failed") and len(finished.generations()) == 1
-
-
-def test_ranks_wait_for_each_others_late_initial_values(tmp_path: Path) -> None:
-    """The time limit of a step's collective must not apply here: one rank may read its checkpoint a minute sooner than another."""
-    play = Play(tmp_path, 3, elastic_collective_timeout_s=LATE_S / 4, model_factory="tests.controller.hanging:late_model")
-    play.act(3, lambda pids: None)
-    finished = play.finished()
-    assert not finished.of("worker_lost", "hang", "generation_failed", "cut_off") and len(finished.generations()) == 1
 
 
 def test_overloaded_machine_ends_only_the_hung_worker(tmp_path: Path) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from tests.controller.runs import carry_out, tiny, worst_difference
+from tests.controller.test_short_runs_on_ray import write_tokens
 from tests.models import hf_folders
 from tests.workers.test_hf_models import plain_losses
 from vescale_ray import checkpoint
@@ -21,28 +19,21 @@ VOCAB, STEPS = 160, 24
 pytest.importorskip("transformers")
 
 
-def write_tokens(path: Path) -> None:
-    """Write 3.2 million tokens in three blocks; most tokens are their predecessor plus one."""
-    rng = np.random.default_rng(0)
-    rows = ((rng.integers(0, VOCAB, (3200, 1)) + np.arange(1000) + (rng.random((3200, 1000)) < 0.1)) % VOCAB).astype(np.int32)
-    column = pa.ListArray.from_arrays(np.arange(0, rows.size + 1, 1000, dtype=np.int32), rows.reshape(-1))
-    pq.write_table(pa.table({"input_ids": column}), path, row_group_size=500)
-
-
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_here")
 @pytest.mark.timeout(240)
 def test_a_hugging_face_run_outlives_changes_and_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three workers, two, one of which is killed: each sample is used once, and from_pretrained loads what one process would have."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    write_tokens(tmp_path / "tokens.parquet")
+    corpus = write_tokens(tmp_path, VOCAB)
     folder = hf_folders.write(tmp_path / "model", "qwen3_moe")
     data = {
-        "data_corpus": str(tmp_path / "*.parquet"),
+        "data_corpus": corpus,
         "data_column": "input_ids",
         "data_vocab": VOCAB,
         "data_shuffle_blocks": 2,
         "data_eval_samples": 20,
-        "data_eval": {"same": {"corpus": str(tmp_path / "*.parquet")}},
+        "data_eval": {"same": {"corpus": corpus}},
         "checkpoint_keep_best": 1,
         "checkpoint_keep_metric": "same_loss",
     }

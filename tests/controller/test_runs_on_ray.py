@@ -7,7 +7,6 @@ tests/workers. The oracle of the samples is the stream, read directly.
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
 import socket
@@ -17,27 +16,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import torch
 
 from tests.controller.conftest import SECRET
 from tests.controller.hanging import hang
-from tests.controller.runs import STEPS, Finished, alive, carry_out, parents, print_figures, tiny, until, worst_difference
-from tests.workers.test_moved_bytes import common_bytes, most_kept, owned_bytes, trained
-from tests.workers.tiny import plain_run
+from tests.controller.runs import STEPS, Finished, alive, carry_out, print_figures, tiny, worst_difference
 from vescale_ray import checkpoint
 from vescale_ray.cli import app, client
 from vescale_ray.config import RunConfig
-from vescale_ray.controller.controller import controller_name
 from vescale_ray.controller.driver.driver import ScheduledAction as Act
-from vescale_ray.controller.protocol import NAMESPACE, TRANSITIONS, RunState
-from vescale_ray.controller.worker_group.supervisor import actor_of, supervisor_name
-from vescale_ray.models.llama import Llama, LlamaConfig
+from vescale_ray.controller.protocol import TRANSITIONS, RunState
 from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.trainer import seed_of
 
 pytestmark = [pytest.mark.usefixtures("ray_here"), pytest.mark.timeout(240)]
 CLOSE = 1e-4
@@ -93,32 +82,6 @@ def states_follow_the_table(finished: Finished) -> None:
     assert sum(moves[i][1] != moves[i + 1][0] for i in range(len(moves) - 1)) <= restarts
 
 
-@pytest.mark.slow
-@pytest.mark.fault("W1")
-def test_random_worker_kills_cost_no_sample_and_keep_the_losses(home: Path, undisturbed: Finished) -> None:
-    seed = 20261121
-    rng = random.Random(seed)
-    steps = sorted(rng.sample(range(3, STEPS - 5), 3))
-    kills = [Act(step, "kill", rng.randrange(5 - i)) for i, step in enumerate(steps)]
-    finished = carry_out(tiny(home, "killed", elastic_workers=5), *kills)
-    print_figures(f"killed (seed {seed})", finished.of("rescaled"))
-    assert finished.result.state == "DONE", finished.result
-    assert [(e["from"], e["to"], e["reason"], e["source"]) for e in finished.of("rescaled")] == [
-        (5, 4, "failure", "peer"),
-        (4, 3, "failure", "peer"),
-        (3, 2, "failure", "peer"),
-    ]
-    assert worst_difference(finished.losses, undisturbed.losses) < CLOSE
-    assert finished.accounting().exact
-    # The survivors keep their processes: no process was started after the first five, and each generation is a subset of the one before.
-    assert len(finished.pids) == 5
-    assert [len(set(finished.generations()[i]) - set(finished.generations()[i + 1])) for i in range(3)] == [1, 1, 1]
-    # At most one step is lost: the one whose copies were on their way.
-    assert all(e["steps_replayed"] <= 1 for e in finished.of("rescaled"))
-    time_is_accounted_for(finished)
-    nothing_left(finished)
-
-
 def time_is_accounted_for(finished: Finished) -> None:
     """Check the accounts against the lines and events of the run's folder, which other code writes."""
     state = finished.folder.read_state() or {}
@@ -140,115 +103,6 @@ def time_is_accounted_for(finished: Finished) -> None:
         assert abs(lost.get(cause, 0.0) + (again if pauses else 0.0) - sum(pauses)) < 0.1 + 0.15 * len(pauses) + again, (told, pauses)
     (event,) = finished.of("goodput")
     assert event["productive"] == told["productive"], "told when the last step was done"
-
-
-def write_tokens(folder: Path) -> Path:
-    """Write 3.2 million tokens in three blocks, most of them their predecessor plus one. Returns the pattern of the files' names."""
-    rng = np.random.default_rng(0)
-    rows = ((rng.integers(0, VOCAB, (3200, 1)) + np.arange(1000) + (rng.random((3200, 1000)) < 0.1)) % VOCAB).astype(np.int32)
-    column = pa.ListArray.from_arrays(np.arange(0, rows.size + 1, 1000, dtype=np.int32), rows.reshape(-1))
-    pq.write_table(pa.table({"input_ids": column}), folder / "tokens.parquet", row_group_size=500)
-    return folder / "*.parquet"
-
-
-def initial(config: RunConfig) -> dict[tuple[str, str], np.ndarray]:
-    """The parameters that every run with this configuration starts from."""
-    m = config.model
-    model = Llama(LlamaConfig(m.dim, m.layers, m.heads, m.kv_heads, m.ffn, VOCAB, config.data.seq_len))
-    found = {}
-    for name, parameter in model.named_parameters():
-        full = torch.empty_like(parameter.detach())
-        model.init_parameter(name, full, torch.Generator().manual_seed(seed_of(config.run.seed, name)))
-        found[name, "param"] = full.numpy()
-    return found
-
-
-def standing(status: Mapping[str, Any]) -> int:
-    """Number of standbys that can take a place."""
-    import ray
-
-    supervisor = ray.get_actor(supervisor_name(status["info"]["run_id"]), NAMESPACE)
-    return sum(ray.get(supervisor.standbys.remote(), timeout=20).values())
-
-
-def processes() -> list[int]:
-    """Worker processes of this process' Ray, standbys included."""
-    above = parents()
-
-    def is_ours(pid: int) -> bool:
-        while pid in above and pid != os.getpid():
-            pid = above[pid]
-        return pid == os.getpid()
-
-    def title(pid: int) -> bytes:
-        try:
-            return Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            return b""
-
-    return [pid for pid in above if title(pid).startswith(b"ray::Worker") and is_ours(pid)]
-
-
-@pytest.mark.fault("G4", "C1", "W1", "W17")
-def test_run_rescales_and_outlives_a_controller_and_a_worker(home: Path) -> None:
-    """The run trains on Parquet files. Its oracle is a plain PyTorch loop.
-
-    A standby takes the place of the killed worker: no process is started between the kill and the first new step.
-    """
-    import ray
-
-    data = {"data_corpus": str(write_tokens(home)), "data_column": "input_ids", "data_vocab": VOCAB, "data_shuffle_blocks": 2}
-    elastic = {"elastic_replace_lost": True, "elastic_standby": 1}
-    config = tiny(home, "rescaled", train_steps=5000, checkpoint_every=0, **data, **elastic)
-    folder = RunFolder(config.run_folder)
-    seen: dict[str, Any] = {"killed": False, "asked": False, "back": None, "lost": None}
-
-    def watch(status: Mapping[str, Any]) -> None:
-        if status["state"] == "RUNNING" and status["step"] >= 30 and not seen["killed"]:
-            seen["killed"], seen["url"] = True, status["url"]
-            ray.kill(ray.get_actor(controller_name(status["info"]["run_id"]), NAMESPACE), no_restart=False)
-        elif status["info"]["controller_epoch"] == "2" and status["state"] == "RUNNING" and not seen["asked"]:
-            seen["asked"], seen["back"] = True, status["url"]
-            assert client.request(folder, "rescale", {"workers": 2})["workers"] == 2
-            with pytest.raises(client.CommandRefused, match="more than train.slots = 6"):
-                client.request(folder, "rescale", {"workers": 7})
-        elif seen["asked"] and status["state"] == "RUNNING" and status["world"] == 2 and status["world_target"] == 2:
-            client.request(folder, "rescale", {"workers": 3})
-        elif {"shrink/manual", "grow/manual"} <= set(status["rescales"]) and not seen["lost"] and standing(status):
-            seen["lost"] = status["workers"]["1"]["worker"]
-            seen["ticks"] = time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")
-            seen["lost_at"] = time.time()
-            os.kill(pid_of(config, status, 1), signal.SIGKILL)
-        elif seen["lost"] and len(status["rescales"]) > 2 and standing(status):  # another standby has followed
-            client.request(folder, "stop", {})
-
-    finished = carry_out(config, watch=watch)
-    print_figures("planned, and after the loss of a worker", finished.of("rescaled"))
-    assert finished.result.state == "STOPPED", finished.result
-    assert seen["asked"] and seen["url"] == seen["back"], "the restarted controller answers under the same address"
-    *planned, unplanned = finished.of("rescaled")
-    assert [(e["from"], e["to"], e["reason"], e["source"]) for e in planned] == [(3, 2, "manual", "memory"), (2, 3, "manual", "memory")]
-    assert all(e["steps_replayed"] == 0 and e["moved_bytes"] == e["lower_bound_bytes"] for e in planned)
-    assert all(e["numbered_by"] == "layouts" for e in planned), "else that bound is not the least of all numberings"
-    assert [unplanned[key] for key in ("from", "to", "reason", "source")] == [3, 3, "failure", "peer"]
-    assert [event["worker"] for event in finished.of("worker_lost")] == [seen["lost"]]
-    first, second, third, fourth = finished.generations()
-    assert set(second) < set(first) and set(second) < set(third), "the workers that stay keep their processes"
-    *started, standby = finished.of("worker_started")
-    assert set(fourth) == set(third) - {seen["lost"]} | {standby["worker"]}
-    assert standby["born"] < seen["ticks"] and standby["time"] > seen["lost_at"], "it lived before the loss, and had no place"
-    assert standby["warm_seconds"] < started[1]["warm_seconds"] and not any(one["waiting"] for one in finished.of("waiting"))
-    assert finished.accounting().exact and finished.accounting().replayed_steps == unplanned["steps_replayed"] <= 1
-    time_is_accounted_for(finished)  # also the time without a controller
-    newest = checkpoint.latest(config.checkpoint_root)
-    assert newest is not None and newest.step == finished.result.step and checkpoint.verify(config.checkpoint_root).ok
-    states_follow_the_table(finished)
-    losses, _, _ = plain_run(config, initial(config), len(finished.losses))
-    assert worst_difference(finished.losses, dict(enumerate(losses, 1))) < CLOSE and losses[-1] < losses[0]
-    (evaluation,) = finished.of("evaluation")
-    assert evaluation["step"] == 0 and evaluation["loss"] == pytest.approx(plain_run(config, initial(config), 0)[2], rel=CLOSE)
-    until(lambda: not processes(), 20, "the end of all workers and standbys")
-    nothing_left(finished)
 
 
 @pytest.mark.slow
@@ -369,14 +223,8 @@ def no_secret_is_told(folder: RunFolder, served: list[str]) -> None:
 @pytest.mark.slow
 def test_automatic_interval_saves_by_the_clock_and_says_why(home: Path, undisturbed: Finished) -> None:
     keep = {"checkpoint_auto_min_s": 0.2, "checkpoint_auto_max_s": 0.4, "checkpoint_keep_last": 3, "checkpoint_keep_best": 1}
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        finished = carry_out(tiny(home, "auto", checkpoint_every="auto", metrics_port=port, **keep))
+    finished = carry_out(tiny(home, "auto", checkpoint_every="auto", **keep))
     assert finished.result.state == "DONE", finished.result
-    (warning,) = finished.of("warning")
-    assert f"metrics.port = {port}: in use on 127.0.0.1; metrics and commands are served on port" in warning["text"]
     saved = [event["step"] for event in finished.of("checkpoint_saved")]
     assert len(saved) >= 3 and saved == sorted(saved) and saved[-1] == STEPS
     assert all(event["stall_seconds"] > 0 for event in finished.of("checkpoint_saved")[:-1])
@@ -519,52 +367,3 @@ def test_run_that_keeps_failing_reports_all_tracebacks(home: Path) -> None:
     newest = checkpoint.latest(config.checkpoint_root)
     assert newest is not None and newest.step == finished.result.step
     nothing_left(finished)
-
-
-@pytest.mark.slow
-def test_growth_after_a_restart_moves_the_fewest_bytes(home: Path) -> None:
-    """Whole matrices: equal intervals would move more. The new controller asks a worker for the layouts."""
-    import ray
-
-    layout = trained("soap", home)
-    before, after = layout.ranks[3], layout.ranks[4]
-    common = [[common_bytes(one, other) for other in after] for one in before]
-    least = sum(map(owned_bytes, after)) - most_kept([*common, [0] * 4])
-    shape = {"model_dim": 64, "model_ffn": 176, "train_slots": 8}
-    config = tiny(home, "soap", train_steps=5000, train_optimizer="soap", checkpoint_every=0, **shape)
-    folder = RunFolder(config.run_folder)
-    seen: set[str] = set()
-
-    def watch(status: Mapping[str, Any]) -> None:
-        if status["state"] != "RUNNING" or status["step"] < 5:
-            return
-        if "killed" not in seen:
-            seen.add("killed")
-            ray.kill(ray.get_actor(controller_name(status["info"]["run_id"]), NAMESPACE), no_restart=False)
-        elif "asked" not in seen and status["info"]["controller_epoch"] == "2":
-            seen.add("asked")
-            client.request(folder, "rescale", {"workers": 4})
-        elif "grow/manual" in status["rescales"] and "stopped" not in seen:
-            seen.add("stopped")
-            client.request(folder, "stop", {})
-
-    finished = carry_out(config, watch=watch)
-    (event,) = finished.of("rescaled")
-    assert (event["from"], event["to"], event["source"]) == (3, 4, "memory")
-    assert event["moved_bytes"] == least > 0
-    assert finished.of("controller_restarted")
-    nothing_left(finished)
-
-
-def test_closed_supervisor_hires_no_worker() -> None:
-    """The controller may be about to hire as the driver ends the run. Nothing would give that worker's place back."""
-    import ray
-    from ray.util.placement_group import placement_group_table
-
-    tree = {"run": {"name": "closed"}, "elastic": {"standby": 0}, "ray": {"cpus_per_worker": 0.5, "gpus_per_worker": 0.0}}
-    supervisor = actor_of(tree, "closed", ray.get_runtime_context().get_node_id(), NAMESPACE)
-    ray.get(supervisor.close.remote(), timeout=30)
-    with pytest.raises(ray.exceptions.RayTaskError, match="the run is over"):
-        ray.get(supervisor.hire.remote(), timeout=30)
-    ray.kill(supervisor)
-    assert {group["state"] for group in placement_group_table().values()} <= {"REMOVED"}

@@ -22,7 +22,6 @@ from vescale_ray.cli import main
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.driver import driver, training
 from vescale_ray.controller.driver.driver import RunResult
-from vescale_ray.controller.driver.local_ray import address_of
 from vescale_ray.controller.protocol import Outcome
 from vescale_ray.data.dataset_loading import load_dataset
 from vescale_ray.errors import BadInput
@@ -245,10 +244,6 @@ def test_the_guide_shows_calls_that_are_accepted(tmp_path: Path, monkeypatch: py
     assert seen[2].data.corpus == "given://Samples" and samples[1] == list(range(64, 129))
     told = re.findall(r"`(\w+)`", page.partition("`TrainResult`: ")[2].split("|")[0])
     assert [field.name for field in fields(training.TrainResult)] == told
-
-
-def test_connected_process_uses_its_ray_whatever_the_file_says(ray_here: None, tmp_path: Path) -> None:
-    assert address_of(small(tmp_path, "x", ray_address="local")) == ray.get_runtime_context().gcs_address
 
 
 @pytest.mark.slow
