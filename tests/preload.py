@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
+import os
 
 MODULES = (
     "hypothesis",
@@ -34,7 +36,11 @@ MODULES = (
     "tests.workers.tiny",
 )
 
-for module in MODULES:
+OPTIONAL = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto", "peft")
+"""Imports of the ranks that train models of transformers."""
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+for module in (*MODULES, *(name for name in OPTIONAL if importlib.util.find_spec(name.partition(".")[0]))):
     importlib.import_module(module)
 # A collection in a rank would touch, and so copy, the pages of every object.
 gc.collect()

@@ -77,7 +77,7 @@ def looped(model: Any, prompts: list[list[int]], count: int, context: int) -> li
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_completions_are_those_of_a_loop_over_the_whole_model(world: int, fleet: Fleet, text: str) -> None:
     with begun(fleet, world, tiny(text, **shown())) as run:
         run.train(6)
@@ -99,12 +99,11 @@ def test_drawn_completions_depend_on_seed_and_step_alone(fleet: Fleet, text: str
             return [one["text"] for one in completed(run)]
 
     one = drawn(1)
-    assert drawn(2) == one == drawn(3)
+    assert drawn(3) == one
     assert drawn(1, steps=5) != one
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
     "dropout": {"model_factory": "tests.workers.tiny:DropoutModel", "model_units": ["body"]},  # takes no shorter input than a sample
     "experts": {"model_factory": "vescale_ray.models.moe:build", "model_args": SIZES},
 }

@@ -88,21 +88,21 @@ def train_through(run: Run, changes: Mapping[int, list[int]], steps: int) -> dic
 
 @pytest.mark.parametrize("kind", list(hf_folders.ARCHITECTURES))
 def test_architectures_train_as_in_one_process_through_rescales(tmp_path: Path, fleet: Fleet, kind: str) -> None:
-    """Two workers, three, two: losses and weights are those of transformers in one process."""
+    """Two workers, one of which is replaced: losses and weights are those of transformers in one process."""
     folder = hf_folders.write(tmp_path / "model", kind)
     config = configured(folder, hf_folders.write_tokens(tmp_path / "tokens.npy"))
     run = Run(fleet, config)
     run.fresh([0, 1])
     first = run.full_state()
-    state = train_through(run, {2: [0, 1, 2], 4: [2, 0]}, 6)
-    losses, model = plain_losses(folder, config, 6)
+    state = train_through(run, {2: [2, 0]}, 4)
+    losses, model = plain_losses(folder, config, 4)
     from transformers import AutoModelForCausalLM
 
     start = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for name, parameter in start.named_parameters():
         assert np.array_equal(first[name, "param"], parameter.detach().numpy()), f"{name} is not as in the files"
     np.testing.assert_allclose(run.losses(), losses, rtol=1e-4)
-    assert len(set(losses)) == 6
+    assert len(set(losses)) == 4
     for name, parameter in model.named_parameters():
         np.testing.assert_allclose(state[name, "param"], parameter.detach().numpy(), atol=2e-5, err_msg=name)
 
@@ -135,7 +135,7 @@ def test_random_weights_are_equal_at_every_world_size(tmp_path: Path, fleet: Fle
 def _load_late(state: State, late: bool, config: RunConfig, port: int, prefix: str, rank: int, world: int) -> float:
     """Load, on a late rank with a pause longer than the timeout of a collective. Return the seconds that it took."""
     form(state, config, port, prefix, rank, world, 1, filled=False)
-    pauses = [2 * config.elastic.collective_timeout_s] if late else []
+    pauses = [1.5 * config.elastic.collective_timeout_s] if late else []
     state["trainer"].beat = lambda: time.sleep(pauses.pop() if pauses else 0)
     began = time.monotonic()
     state["trainer"].initialize()
@@ -151,7 +151,7 @@ def test_rank_that_reads_weights_slowly_is_not_lost(tmp_path: Path, fleet: Fleet
     config = configured(folder, tokens, elastic_collective_timeout_s=2.0, model_lora=lora)
     prefix = fleet.prefix()
     took = fleet.run_each({w: (w == 1, config, fleet.port, prefix, w, 2) for w in (0, 1)}, _load_late)
-    assert took[1] >= 4.0
+    assert took[1] >= 3.0
 
 
 def _peak_of_loading(state: State, config: RunConfig, port: int, prefix: str, rank: int, world: int) -> int:
@@ -330,20 +330,20 @@ def test_losses_on_answers_are_those_of_one_process(tmp_path: Path, fleet: Fleet
     config = chat_config(tmp_path, "why", elastic_deterministic=deterministic)
     run = Run(fleet, config)
     run.fresh([0, 1])
-    run.train(3, rescale=True)
+    run.train(2, rescale=True)
     before = run.members
     run.end()
     run.resume(before, [0, 1, 2])
-    run.train(6)
+    run.train(4)
     state, told = run.full_state(), fleet.run(run.members, evaluate)
     run.end()
     fleet.run([0, 1, 2], forget)
     data = text_of(config)
-    ids = [i for index in range(6) for i in run.records[index].ids]
-    assert ids == data.order(config.run.seed).ids(0, 60).tolist()
-    counts = [int((data.batch(run.records[index].ids)[1] != -100).sum()) for index in range(6)]
+    ids = [i for index in range(4) for i in run.records[index].ids]
+    assert ids == data.order(config.run.seed).ids(0, 40).tolist()
+    counts = [int((data.batch(run.records[index].ids)[1] != -100).sum()) for index in range(4)]
     assert len(set(counts)) > 2 and max(counts) < config.tokens_per_step / 2
-    losses, model = plain_losses(Path(str(config.model.hf)), config, 6)
+    losses, model = plain_losses(Path(str(config.model.hf)), config, 4)
     np.testing.assert_allclose(run.losses(), losses, rtol=1e-4)
     for name, parameter in model.named_parameters():
         np.testing.assert_allclose(state[name, "param"], parameter.detach().numpy(), atol=2e-5, err_msg=name)
@@ -369,12 +369,13 @@ def test_a_batch_without_answers_has_no_loss(tmp_path: Path, fleet: Fleet) -> No
     assert np.isfinite(told[0][0])
 
 
-def test_selective_checkpointing_of_changed_results_is_refused(tmp_path: Path) -> None:
+def test_selective_checkpointing_of_changed_results_is_refused(tmp_path: Path, fleet: Fleet) -> None:
     """The experts of GPT-OSS add their bias to a matrix product in place."""
     folder = hf_folders.write(tmp_path / "model", "gpt_oss")
     config = configured(folder, hf_folders.write_tokens(tmp_path / "tokens.npy"), train_activation_checkpointing="selective")
-    with Fleet(1) as alone:
-        run = Run(alone, config)
-        run.fresh([0])
-        with pytest.raises(RankFailed, match="BadInput: train.activation_checkpointing = selective: .* use full or none"):
-            run.train(1)
+    run = Run(fleet, config)
+    run.fresh([0])
+    with pytest.raises(RankFailed, match="BadInput: train.activation_checkpointing = selective: .* use full or none"):
+        run.train(1)
+    fleet.run([0], leave, False)
+    fleet.run([0], forget)

@@ -34,18 +34,22 @@ def _sockets() -> int:
     return found
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon", "shampoo", "soap", "sgd"])
-def test_every_optimizer_is_rehearsed_to_the_end(optimizer: str, deterministic: bool, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "vescale_ray")
-    warm_up(tiny("stdlib", train_optimizer=optimizer, elastic_deterministic=deterministic))
-    assert not caplog.records
+SHARED = {"model_factory": "vescale_ray.models.moe:build", "train_expert_parallel": 2, "elastic_workers": 2}
+"""A run that shares experts. The small model of the rehearsal has none."""
 
 
-def test_a_run_that_shares_experts_is_rehearsed_to_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    """The small model of the rehearsal has no experts."""
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"train_optimizer": optimizer} for optimizer in ("adamw", "adamw8bit", "muon", "shampoo", "soap", "sgd")),
+        {"elastic_deterministic": True},
+        SHARED,
+    ],
+    ids=["adamw", "adamw8bit", "muon", "shampoo", "soap", "sgd", "deterministic", "shared experts"],
+)
+def test_every_optimizer_is_rehearsed_to_the_end(changes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vescale_ray")
-    warm_up(tiny("stdlib", model_factory="vescale_ray.models.moe:build", train_expert_parallel=2, elastic_workers=2))
+    warm_up(tiny("stdlib", **changes))
     assert not caplog.records
 
 

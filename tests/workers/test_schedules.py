@@ -123,18 +123,9 @@ def play(text: str, seeds: Sequence[int], **changes: Any) -> None:
         assert sum(happened) > 2 * len(seeds), "the schedules hardly disturb anything"
 
 
-@pytest.mark.parametrize(
-    ("deterministic", "seeds"),
-    [
-        (True, (0,)),  # deaths, joiners, leavers and a replacement, with one to three workers
-        (False, (5,)),  # the same with four and five workers
-        pytest.param(True, (1, 2, 3, 4, 5, 6), marks=pytest.mark.slow),
-        pytest.param(False, (7, 8, 9), marks=pytest.mark.slow),
-    ],
-    ids=["deterministic", "not deterministic", "more: deterministic", "more: not deterministic"],
-)
-def test_ten_random_schedules_leave_no_trace(text: str, deterministic: bool, seeds: tuple[int, ...]) -> None:
-    play(text, seeds, elastic_deterministic=deterministic)
+def test_a_random_schedule_leaves_no_trace(text: str) -> None:
+    """It has deaths, joiners, leavers and a replacement, with one to three workers."""
+    play(text, [0], elastic_deterministic=True)
 
 
 @pytest.mark.slow

@@ -60,21 +60,19 @@ SPREAD = {**EXPERTS, "model_factory": "tests.workers.tiny:SpreadModel"}
     # Muon rounds to BF16. If sums differ in their last bit, an update may differ in its third digit.
     [
         ({}, (1, 3), 1e-5),
-        (OTHER, (3,), 1e-5),
-        (EXPERTS, (4,), 1e-5),
-        (PATCHES, (3,), 1e-5),
-        (SPREAD, (3,), 1e-5),
-        ({**SPREAD, "elastic_deterministic": True}, (3,), 1e-5),
-        pytest.param(OTHER, (1, 2, 4), 1e-5, marks=pytest.mark.slow),
-        pytest.param(EXPERTS, (1, 2, 3), 1e-5, marks=pytest.mark.slow),
-        pytest.param(PATCHES, (4,), 1e-5, marks=pytest.mark.slow),
-        pytest.param(SPREAD, (4,), 1e-5, marks=pytest.mark.slow),
+        (OTHER, (2,), 1e-5),
+        (EXPERTS, (3,), 1e-5),
+        (PATCHES, (2,), 1e-5),
+        (SPREAD, (2,), 1e-5),
+        ({**SPREAD, "elastic_deterministic": True}, (2,), 1e-5),
+        pytest.param(OTHER, (1, 3, 4), 1e-5, marks=pytest.mark.slow),
+        pytest.param(EXPERTS, (1, 2, 4), 1e-5, marks=pytest.mark.slow),
         pytest.param({"train_optimizer": "muon", "train_lr": 0.01}, (1, 3), 5e-4, marks=pytest.mark.slow),
     ],
     ids=[
         *("adamw", "sgd, checkpointing, tied, unclipped", "experts that few slots use"),
         *("patches", "nan of one token", "nan, deterministic"),
-        *("more: sgd, checkpointing, tied, unclipped", "more: experts", "more: patches", "more: nan of one token", "muon"),
+        *("more: sgd, checkpointing, tied, unclipped", "more: experts", "muon"),
     ],
 )
 def test_twenty_steps_equal_plain_pytorch_at_every_world_size(
