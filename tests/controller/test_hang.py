@@ -67,9 +67,9 @@ class Play:
                 self.beats[worker] += act == "beats"
                 self.starved_s[worker] += 0.8 * tick * (act == "starved")
                 if act != "silent":
-                    report = replace(IDLE, worker=worker, phase=phase, completed=self.completed, beats=self.beats[worker])
-                    report = replace(report, ticket=self.ticket, starved_s=self.starved_s[worker])
-                    self.watch.heard(replace(report, waiting=act == "waits", unhurried=act == "copies"), self.now)
+                    figures: Any = {"completed": self.completed, "beats": self.beats[worker], "starved_s": self.starved_s[worker]}
+                    how: Any = {"ticket": self.ticket, "phase": phase, "waiting": act == "waits", "unhurried": act == "copies"}
+                    self.watch.heard(replace(IDLE, worker=worker, **figures, **how), self.now)
             hung = dict(self.watch.verdict(self.members, self.now))
             if hung:
                 self.watch.ended(hung)

@@ -152,7 +152,7 @@ def another(folder: Path, name: str = "books") -> Recorded:
     return recorded(folder, name, source=BEGAN_FROM, steps_before=9)
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
 def test_replayed_statistics_equal_live_ones_after_each_line(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, value in ((run_log, "EACH", 4), (run_log, "LEAST", 7), (step_stats, "LEAST", 7)):
         monkeypatch.setattr(module, name, value)
@@ -170,7 +170,7 @@ def test_replayed_statistics_equal_live_ones_after_each_line(seed: int, tmp_path
         assert known == told
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_controller_may_be_killed_between_any_two_lines(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Statistics that are counted from a prefix of the lines equal those replayed from a folder that ends there."""
     player = Player(tmp_path, seed, monkeypatch)

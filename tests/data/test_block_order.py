@@ -27,15 +27,13 @@ def test_every_epoch_is_a_permutation(samples: list[int], seed: int, window: int
     assert sorted(order.ids(epoch * total, total).tolist()) == list(range(total))
 
 
-def test_ten_million_samples_are_a_permutation() -> None:
-    samples = np.random.default_rng(0).integers(1, 1900, 10_000)
-    samples[-1] = 10_000_000 - samples[:-1].sum()
+def test_a_million_samples_are_a_permutation() -> None:
+    samples = np.random.default_rng(0).integers(1, 1900, 1_000)
     order = BlockOrder(samples, 3, 16)
-    assert order.num_samples == 10_000_000
-    total, seen = order.num_samples, np.zeros(order.num_samples, dtype=np.uint8)
-    for start in range(0, total, 1 << 20):
-        np.add.at(seen, order.ids(start, min(1 << 20, total - start)), 1)
-    assert (seen == 1).all()
+    total = order.num_samples
+    assert total == samples.sum() > 900_000
+    ids = np.concatenate([order.ids(start, min(1 << 17, total - start)) for start in range(0, total, 1 << 17)])
+    assert (np.bincount(ids, minlength=total) == 1).all()
 
 
 @settings(max_examples=60)

@@ -82,8 +82,8 @@ def test_the_sequence_is_pinned_to_that_of_earlier_versions() -> None:
     assert Shares([97, 2, 1]).sources(0, 100).nonzero()[0].tolist() == [33, 66, 99]
 
 
-def test_ten_million_positions_take_each_source_in_permutations() -> None:
-    total, counts = 10_000_000, (3_000_000, 400_000, 2_000)
+def test_a_million_positions_take_each_source_in_permutations() -> None:
+    total, counts = 1_000_000, (300_000, 40_000, 2_000)
     rng = np.random.default_rng(1)
     orders: list[Any] = [SampleStream(counts[0], 5)]
     for count in counts[1:]:
@@ -99,7 +99,7 @@ def test_ten_million_positions_take_each_source_in_permutations() -> None:
     for number, size in enumerate(sizes):
         mine = ids[source == number] - starts[number]
         whole = mine[: len(mine) // size * size].reshape(-1, size)
-        assert len(whole) >= (2, 8, 140)[number]
+        assert len(whole) >= (2, 8, 14)[number]
         assert (np.sort(whole, axis=1) == np.arange(size)).all()
         rest = mine[whole.size :]
         assert len(np.unique(rest)) == len(rest)
