@@ -613,15 +613,6 @@ def test_storage_timeout_keeps_counting_over_waits_for_workers(tmp_path: Path) -
     assert len(stage.of("storage_unreachable")) == 1
 
 
-def test_a_run_that_its_input_fails_names_its_checkpoint(tmp_path: Path) -> None:
-    bad = WorkerFault(FaultKind.INPUT, "bad data")
-    group = WorkerGroup(report("a", WorkerPhase.PARKED, fault=bad), report("b", WorkerPhase.PARKED, fault=PEER))
-    stage = Stage(group, tmp_path)
-    stage.has(CommittedCheckpoint("c30", "/c30", 30))
-    outcome = stage.rounds().outcome
-    assert outcome.refused and outcome.error == "bad data; it can be resumed from step 30 (/c30)"
-
-
 def test_weights_that_are_no_numbers_end_the_run_unsaved(tmp_path: Path) -> None:
     """Every state in memory has them, so that another attempt, or a last checkpoint, is of no use."""
     said = "NonFiniteWeights: Inf or NaN in 'ffn.up_proj.weight' (2 tiles)"

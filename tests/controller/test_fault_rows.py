@@ -205,19 +205,6 @@ def test_a_spare_takes_the_place_of_a_lost_worker_at_once(tmp_path: Path) -> Non
     assert next_generation(stage) == (("a", "c", "d"), Origin.MEMORY, 40)
 
 
-@pytest.mark.fault("N1", "N9")
-def test_a_lost_node_with_several_workers_counts_as_one_failure(tmp_path: Path) -> None:
-    worker_group, stage = running(tmp_path)
-    stage.lose("b", Cause.NODE)
-    stage.lose("c", Cause.NODE)
-    park(worker_group, "a", copies=True)
-    held = (HeldState(TICKET.generation, 3, 40, (0, 1, 2)),)
-    worker_group.reports["a"] = replace(worker_group.reports["a"], held=held)
-    assert next_generation(stage) == (("a",), Origin.MEMORY, 40)
-    budget = stage.budget
-    assert (budget.nodes, budget.crashes) == (1, 0)
-
-
 @pytest.mark.fault("N5")
 def test_a_joiner_that_does_not_reach_the_members_is_refused(tmp_path: Path) -> None:
     worker_group, stage = running(tmp_path)
@@ -333,9 +320,9 @@ def test_loss_while_a_checkpoint_is_read_fences_the_readers(tmp_path: Path) -> N
     assert next_generation(stage) == (("a", "c"), Origin.CHECKPOINT, 30)
 
 
-@pytest.mark.fault("N2", "N3")
+@pytest.mark.fault("N1", "N2", "N3", "N9")
 def test_silent_nodes_cost_their_workers_and_no_crash(tmp_path: Path) -> None:
-    """The worker group reports the losses of nodes that do not answer; no step was lost with them."""
+    """The worker group reports the losses of nodes that do not answer, as one failure; no step was lost with them."""
     worker_group, stage = running(tmp_path)
     for worker in "bc":
         stage.lose(worker, Cause.NODE)

@@ -69,27 +69,10 @@ def after(
 LOST_ONE = Ending(("a", "c"), {"b": "its process died"}, {"a": PEER, "c": PEER})
 
 
-def test_survivors_of_a_loss_go_on_in_their_old_order() -> None:
-    assert after(LOST_ONE) == (("a", "c"), ())
-
-
-def test_a_worker_that_is_ready_takes_the_place_of_the_lost_one() -> None:
-    assert after(LOST_ONE, ready=("d", "e")) == (("a", "c", "d"), ())
-
-
-def test_the_last_ranks_leave_when_fewer_are_wanted() -> None:
-    assert after(Ending(("a", "b", "c")), target=1) == (("a",), ("b", "c"))
-
-
 def test_finished_run_is_completed_despite_a_loss_or_a_stop() -> None:
     ending = Ending(("a",), {"b": "its process died"}, finished=True)
     assert after(ending, stop="asked to") == Goal.LAST
     assert after(Ending((), {"a": "died"}, finished=True), target=1) != Goal.LAST
-
-
-def test_a_stop_is_heeded_whatever_state_the_generation_ended_in() -> None:
-    assert after(LOST_ONE, stop="asked to") == Goal.STOP
-    assert after(Ending(("a", "b")), stop="asked to") == Goal.STOP
 
 
 def test_too_few_workers_end_the_run_with_reason_and_remedy() -> None:
@@ -103,11 +86,6 @@ def test_too_few_workers_wait_for_hires_but_not_for_ever() -> None:
     assert after(LOST_ONE, fewest=3, warming=1) == (3, 0)
     assert after(LOST_ONE, fewest=3, replace_lost=True) == (3, 1)
     assert "no replacement came in time" in after(LOST_ONE, fewest=3, replace_lost=True, waited=True)
-
-
-def test_wrong_input_ends_the_run_at_once_as_refused() -> None:
-    ending = Ending(("a", "b"), faults={"a": WorkerFault(FaultKind.INPUT, "no such factory"), "b": PEER})
-    assert after(ending) == (True, "no such factory")
 
 
 def spent(used: Budget) -> str | None:
@@ -250,13 +228,6 @@ def test_memory_state_is_used_unless_a_newer_one_is_on_disk() -> None:
         (Origin.CHECKPOINT, 25, "new"),
     ]
     assert sources[0].lender is None
-
-
-def test_the_lost_workers_shard_comes_from_its_buddys_copy() -> None:
-    held = {"a": [held_state(20, 0, 2)], "c": [held_state(20, 1, 2)]}
-    source = policy.choose_source(held, "ac", None, BEFORE)
-    assert (source.origin, source.step, source.lender) == (Origin.MEMORY, 20, "peer")
-    assert source.resume.suppliers[1] == "c"
 
 
 def test_missing_shard_falls_back_to_checkpoint_then_beginning() -> None:

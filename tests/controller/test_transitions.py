@@ -62,11 +62,6 @@ def training(folder: Path, workers: str = "ab", **about: Any) -> Stage:
     return stage
 
 
-def test_idle_training_needs_no_action(tmp_path: Path) -> None:
-    stage = training(tmp_path)
-    assert stage.step(states.Running(stage.world)) == (states.Running(stage.world), [])
-
-
 def test_a_transition_performs_none_of_its_actions(tmp_path: Path) -> None:
     """The same state and observations give the same actions, and the worker group and the run's folder are as before."""
     stage = training(tmp_path)
@@ -74,15 +69,6 @@ def test_a_transition_performs_none_of_its_actions(tmp_path: Path) -> None:
     events = stage.events
     first, again = (stage.step(states.Running(stage.world)) for _ in range(2))
     assert first == again and not stage.worker_group.fenced and not stage.executor.performed and stage.events == events
-
-
-@pytest.mark.fault("W1")
-def test_loss_of_a_member_fences_the_others(tmp_path: Path) -> None:
-    stage = training(tmp_path)
-    del stage.worker_group.reports["b"]
-    state, do = stage.step(states.Running(stage.world))
-    assert isinstance(state, states.Running) and state.broken
-    assert do == [actions.BeginRescale("failure", 2), actions.Enter(RunState.RESCALING), actions.Fence(("a",), TICKET)]
 
 
 @pytest.mark.fault("W1", "N1")
@@ -244,10 +230,10 @@ def test_metrics_are_served_on_another_port_if_theirs_is_taken() -> None:
 @pytest.mark.parametrize(
     ("seed", "shard_group"),
     [
-        *((seed, None) for seed in range(4)),
-        *((seed, 2) for seed in range(8, 10)),
-        *(pytest.param(seed, None, marks=pytest.mark.slow) for seed in range(4, 8)),
-        *(pytest.param(seed, 2, marks=pytest.mark.slow) for seed in range(10, 12)),
+        *((seed, None) for seed in range(2)),
+        (9, 2),
+        *(pytest.param(seed, None, marks=pytest.mark.slow) for seed in range(2, 8)),
+        *(pytest.param(seed, 2, marks=pytest.mark.slow) for seed in (8, 10, 11)),
     ],
 )
 @pytest.mark.fault("B2")

@@ -55,8 +55,7 @@ def refused(folder: Path, home: Path, **changes: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", list(hf_folders.ARCHITECTURES))
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, torch.float32) for kind in hf_folders.ARCHITECTURES), ("qwen3_moe", torch.bfloat16)])
 def test_unchanged_weights_survive_import_and_export(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     folder = hf_folders.write(tmp_path / "model", kind, dtype)
     opened = hf.open_folder(folder)
@@ -221,9 +220,7 @@ def test_adapters_are_exported_alone_and_merged(tmp_path: Path, dtype: torch.dty
     assert main(["ckpt", "export-hf", run, str(alone)]) == 2, "the folder is not empty"
 
 
-def test_adapters_without_weights_or_targets_are_refused(tmp_path: Path, llama: Path) -> None:
-    said = refused(llama, tmp_path, model_lora={"targets": ["no_proj"]})
-    assert "model.lora.targets = ['no_proj']" in said and "the model's linear layers are down_proj, gate_proj" in said
+def test_adapters_without_weights_are_refused(tmp_path: Path, llama: Path) -> None:
     for file in llama.glob("*.safetensors*"):
         file.unlink()
     assert "the folder holds no safetensors weights" in refused(llama, tmp_path, model_lora={})
