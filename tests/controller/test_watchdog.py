@@ -136,6 +136,7 @@ def test_watchdog_ends_only_marked_processes_and_folder_writers(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("word", [b"done", b""])
+@pytest.mark.fault("E4")
 def test_watchdog_acts_if_its_pipe_ends_without_the_done_word(tmp_path: Path, word: bytes) -> None:
     folder = tmp_path / "cluster"
     folder.mkdir()
