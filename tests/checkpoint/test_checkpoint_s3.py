@@ -444,6 +444,7 @@ def test_ctrl_c_aborts_a_running_upload_and_ends_the_process(fake, tmp_path):
     deadline = time.monotonic() + 40
     while fake.requests("PART") < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert script.process.pid is not None
     os.kill(script.process.pid, signal.SIGINT)
     code, _, errors = script.ended(120)
     assert "KeyboardInterrupt" in errors and code not in (0, None)

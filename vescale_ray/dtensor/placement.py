@@ -178,6 +178,10 @@ class RaggedShard(Placement):
 
     # -- torch's queries on a placement --
 
+    def is_ragged_shard(self) -> bool:
+        """Return True. veScale's name for this query."""
+        return True
+
     def is_shard(self, dim: int | None = None) -> bool:
         """Return True without ``dim`` and for each of its dims, since the placement is neither Replicate nor Partial."""
         return dim is None or dim in self.dims
