@@ -14,9 +14,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing.context import ForkServerContext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -86,7 +88,8 @@ def run_threads(world: int, function: Callable[..., Any], *args: Any, timeout: f
     """Call ``function(rank, world, *args)`` in ``world`` threads with torch's threaded process group; return results by rank.
 
     Collectives: all-gather, reduce-scatter (SUM, AVG), all-to-all (uneven too), all-reduce, broadcast. The autograd engine is isolated only
-    as far as torch's own tests need.
+    as far as torch's own tests need. The threads share torch's random state, so several of them must not seed it: fill parameters from a
+    generator (``tests.fsdp.towers.filled``).
     """
     from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 
@@ -102,8 +105,12 @@ def run_threads(world: int, function: Callable[..., Any], *args: Any, timeout: f
             failures[rank] = traceback.format_exc()
             raise
 
+    def refuse(seed: int) -> None:
+        raise AssertionError("ranks on threads share torch's random state: draw from a generator of your own")
+
     try:
-        body(None)
+        with mock.patch.object(torch, "manual_seed", refuse) if world > 1 else nullcontext():
+            body(None)
     except BaseException:
         if not failures:
             raise

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.fsdp.towers import filled
 from tests.ranks import on_threads
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.fsdp import fully_shard
@@ -48,8 +49,7 @@ class Counter(torch.optim.Optimizer):
 
 
 def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    return filled(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)))  # type: ignore[no-any-return]
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[torch.Tensor]:

@@ -202,7 +202,7 @@ def call(op: Any, variant: str, sample: Any, prepare: Callable[[Tensor, bool], T
     given = tree_map(lambda v: prepare(v, True) if isinstance(v, Tensor) else v, sample.input)
     args = tree_map(lambda v: prepare(v, False) if isinstance(v, Tensor) else v, list(sample.args))
     kwargs = tree_map(lambda v: prepare(v, False) if isinstance(v, Tensor) else v, dict(sample.kwargs))
-    torch.manual_seed(2)
+    torch.default_generator.manual_seed(2)
     if variant == "function":
         result = op(given, *args, **kwargs)
     elif variant == "gradient":

@@ -183,10 +183,6 @@ def _use(rank: int, world: int, shape: tuple[int, ...], layout: Layout) -> list[
         assert torch.equal(torch.sum(a, -1).full_tensor(), full.sum(-1))  # type: ignore[attr-defined]
         assert torch.equal(torch.sum(a, -1, keepdim=True).full_tensor(), full.sum(-1, keepdim=True))  # type: ignore[attr-defined]
         assert torch.equal(a.reshape(shape[0], -1).full_tensor(), full.reshape(shape[0], -1)) if shape[0] else True  # type: ignore[attr-defined]
-    torch.manual_seed(7)
-    drawn = torch.zeros(shape).uniform_()
-    torch.manual_seed(7)
-    dist.barrier()
     chunks = []
     flat = []
     for chunk in a.__create_chunk_list__():
@@ -195,7 +191,6 @@ def _use(rank: int, world: int, shape: tuple[int, ...], layout: Layout) -> list[
         flat += index_of(shape)[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].flatten().tolist()
         chunks.append((offsets, sizes))
     assert flat == layout.part(index_of(shape), me).flatten().tolist() or not math.prod(shape)
-    assert drawn.shape == full.shape
     return chunks
 
 

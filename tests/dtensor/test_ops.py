@@ -342,7 +342,6 @@ def test_random_like_draws_as_one_device_does(rank: int, world: int) -> None:
 
 
 def _random_replicas(rank: int, world: int) -> list[float]:
-    torch.manual_seed(rank)
     x = ragged(Case((50,), 1, (10, 40)), torch.full((50,), 0.5), one_dim_mesh(world), rank)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RaggedFallbackWarning)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from tests.fsdp.towers import Tower, alike, grads, inputs, same, seeded, shard_tower
-from tests.fsdp.transformer import batch, build, full, loss_of, part
+from tests.fsdp.transformer import Transformer, batch, full, loss_of, part
 from tests.fsdp.units import unit_of
 from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray.fsdp import FSDPModule, PhaseError, explain, fully_shard, register_fsdp_forward_method, share_comm_ctx
@@ -508,17 +508,17 @@ def test_hooks_on_sharded_parameters_run_when_gradients_arrive(rank, world):
 @on_threads(3)
 def test_state_dicts_are_views_and_load_from_sharded_or_full(rank, world):
     tokens, targets = batch(0)
-    model, other = (fully_shard(seeded(build, s)) for s in (1, 2))
+    model, other = (fully_shard(seeded(Transformer, s)) for s in (1, 2))
     saved = model.state_dict()
     assert saved["head.weight"].to_local().data_ptr() == model.head.weight.to_local().data_ptr(), "state_dict copies nothing"
     other.load_state_dict(saved)
     expected = loss_of(model, tokens, targets)
     assert torch.equal(loss_of(other, tokens, targets), expected)
-    third = fully_shard(seeded(build, 3))
+    third = fully_shard(seeded(Transformer, 3))
     third.load_state_dict({k: full(v).clone() for k, v in saved.items()})
     assert torch.equal(loss_of(third, tokens, targets), expected)
     with torch.device("meta"):
-        fourth: Any = build()
+        fourth: Any = Transformer()
     fully_shard(fourth)
     fourth.load_state_dict({k: v.clone() for k, v in saved.items()}, assign=True)
     assert torch.equal(loss_of(fourth, tokens, targets), expected)

@@ -33,8 +33,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 def test_a_write_to_a_sharded_parameter_reaches_the_next_forward(rank: int, world: int, dtype: torch.dtype | None) -> None:
     seen = {}
     for way, write in WAYS.items():
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+        model: Any = filled(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)))
         for module in (*model, model):
             fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
         x = torch.ones(2, 8)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tests.fsdp.towers import filled
 from tests.ranks import on_threads
 from vescale_ray import fully_shard
 from vescale_ray.optim import SOAP, AdamW, AdamW8bit, Flat, Muon
@@ -73,8 +74,7 @@ class Restless(torch.optim.Optimizer):
 
 
 def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    model = filled(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
     for layer in model:
         fully_shard(layer)
     return fully_shard(model)
