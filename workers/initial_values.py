@@ -28,7 +28,7 @@ from vescale_ray.errors import BadInput, one_line
 from vescale_ray.models import hf, lora
 from vescale_ray.models.unit_selection import select_units
 from vescale_ray.optim.parameters import local_of
-from vescale_ray.workers.model_factory import model_with_values
+from vescale_ray.workers.model_factory import initial_tensors
 
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import Checkpoint
@@ -50,8 +50,7 @@ def buffer_values(config: RunConfig, model: nn.Module) -> dict[str, Tensor]:
         buffers, fill_buffer = dict(model.named_buffers()), getattr(model, "init_buffer", None)
         if buffers and not callable(fill_buffer):
             remedy = "give the model a method init_buffer(name, full), or compute the buffers in forward"
-            built = dict(model_with_values(config, buffers.items(), remedy).named_buffers())
-            return {name: built[name].detach().clone() for name in buffers}
+            return {name: value.clone() for name, value in initial_tensors(config, model, buffers.items(), remedy).items()}
         values = {name: torch.empty_like(buffer, device="cpu") for name, buffer in buffers.items()}
         for name, value in values.items():
             model.init_buffer(name, value)  # type: ignore[operator]
@@ -222,8 +221,7 @@ def _fresh(
         return
     if config.model.factory is not None:
         remedy = "give the model a method init_parameter(name, full, generator), which fills one parameter at a time"
-        for name, parameter in model_with_values(config, shapes.items(), remedy, beat).named_parameters():
-            yield name, parameter.detach()
+        yield from initial_tensors(config, model, shapes.items(), remedy, beat).items()
         return
     built = pristine()
     names, done = {id(parameter): name for name, parameter in built.named_parameters()}, set[str]()

@@ -300,10 +300,14 @@ def build_sharded(
 
 
 def _allocate(model: nn.Module, offload: OffloadPolicy, device: torch.device) -> None:
-    """Give storage to the parameters that have none yet, where their shards live, and to the buffers, on ``device``."""
+    """Give storage to the parameters that have none yet, where their shards live, and to the buffers, on ``device``. Modules that share a
+    buffer still do."""
+    held = [(module._buffers, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device="cpu" if isinstance(offload, CPUOffloadPolicy) else device)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+    placed: dict[Tensor, Tensor] = {}
+    for buffers, name, buffer in held:
+        if buffer is not None and buffer.device != device:
+            if buffer not in placed:
+                placed[buffer] = torch.empty_like(buffer, device=device)
+            buffers[name] = placed[buffer]

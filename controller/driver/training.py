@@ -163,7 +163,7 @@ def _with_objects(config: RunConfig | Mapping[str, Any] | str | os.PathLike[str]
         raise BadInput(f"model: {type(model).__name__} can't be called; give a class or function that returns a module, or pkg.mod:name")
     if hasattr(model, "forward") and not isinstance(model, type):
         kind = type(model).__name__
-        raise BadInput(f"model: an object of {kind} has its parameters already; give the class {kind}, or a function that returns one")
+        raise BadInput(f"model: an object of {kind} has its parameters already; give the class {kind}, or a function that builds one")
     overrides, factory = [], None
     if isinstance(model, str):
         overrides.append(f"model.factory={model}")

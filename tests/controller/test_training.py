@@ -151,7 +151,7 @@ def test_path_of_a_function_is_the_factory_of_the_file(tmp_path: Path, monkeypat
         ({"config": {"trian": {}}}, "unknown key trian: "),
         ({"config": "none.yaml"}, "none.yaml: no such file"),
         ({"config": {"train.steps": 3}}, "train.steps: only the command line takes a key with its section; write train: {steps: 3}"),
-        ({"model": Words()}, "model: an object of Words has its parameters already; give the class Words, or a function that returns one"),
+        ({"model": Words()}, "model: an object of Words has its parameters already; give the class Words, or a function that builds one"),
         ({"model": 5}, "model: int can't be called; give a class or function that returns a module, or pkg.mod:name"),
         ({"model": "nowhere"}, "model.factory = nowhere: give module and function as pkg.mod:fn"),
         ({"model": lambda: 5}, "model.factory = given:lambda: it returns a int; give a function that returns a torch.nn.Module"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,12 +18,13 @@ from torch import Tensor, nn
 
 from tests.ranks import run_threads
 from tests.workers.tiny import tiny
-from vescale_ray import fully_shard
+from vescale_ray.compat.core import len_torch_function_stack
 from vescale_ray.controller.driver import model_checks, preflight
 from vescale_ray.errors import BadInput
 from vescale_ray.workers.initial_values import fill
-from vescale_ray.workers.model_building import Blank, build_model
-from vescale_ray.workers.model_factory import model_with_values
+from vescale_ray.workers.model_building import Blank, build_model, build_sharded
+from vescale_ray.workers.model_factory import initial_tensors
+from vescale_ray.workers.network.rank_mesh import rank_meshes
 
 TABLE = np.arange(256 * 16, dtype=np.float32).reshape(256, 16) / 1000
 
@@ -75,6 +78,10 @@ class Rotated(nn.Module):
 
 
 class Filled(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Rotated()  # type: ignore[assignment]
+
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         full.fill_(0.5)
 
@@ -103,6 +110,35 @@ def loaded(assign: bool) -> Callable[[], Net]:
     return factory
 
 
+def share(net: Net) -> None:
+    table = torch.linspace(0, 1, 16)
+    for module in (net, net.norm, net.blocks[0]):
+        module.register_buffer("table", table, persistent=False)
+
+
+def alias(net: Net) -> None:
+    """Tie two parameters by their memory alone."""
+    net.head.weight = nn.Parameter(torch.empty(256, 16))
+    net.head.weight.data = net.embed.weight.data
+
+
+def popping(sizes: dict[str, int]) -> Net:
+    """A factory that changes its argument and torch's defaults."""
+    net = Net()
+    net.blocks[0] = nn.Linear(16, sizes.pop("width"))
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("cpu")
+    return net
+
+
+ONE = Net()
+
+
+@functools.cache
+def kept() -> Net:
+    return Net()
+
+
 untouched, filled = Net, Filled
 applied = changed(lambda net: net.apply(net._init_weights))
 computed = changed(lambda net: net.blocks[0].weight.copy_(net.head.weight[:16] * 0.5))
@@ -116,28 +152,38 @@ copied, assigned = loaded(False), loaded(True)
 unfilled = changed(lambda net: setattr(net.norm, "bias", nn.Parameter(torch.empty(16))))
 other_on_cpu = changed(lambda net: net.embed.weight.is_meta or setattr(net, "norm", nn.LayerNorm(1)))
 persistent = changed(lambda net: net.norm.register_buffer("angles", torch.ones(3)))
+more_on_cpu = changed(lambda net: net.embed.weight.is_meta or net.blocks.append(nn.Linear(16, 16)))
+shared, aliased = changed(share), changed(alias)
+one_module, copied_module = (lambda: ONE), (lambda: copy.deepcopy(ONE))
+lazy = changed(lambda net: setattr(net, "norm", nn.LazyLinear(16)))
+listed_tensors = changed(lambda net: setattr(net.norm, "angles", [torch.ones(3)]))
+old_norm = changed(lambda net: torch.nn.utils.weight_norm(net.blocks[0]))  # type: ignore[no-untyped-call]
 plain_tensor = changed(lambda net: setattr(net.norm, "angles", torch.ones(3)))
 
 
-def initial(name: str) -> dict[str, Tensor]:
+def initial(name: str, **args: Any) -> dict[str, Tensor]:
     """Return the initial parameters and buffers of a factory's model, as a run has them."""
-    config = preflight.foresee(tiny("stdlib", model_factory=f"{__name__}:{name}")).config
-    buffers = Blank(config).buffers
+    config = preflight.foresee(tiny("stdlib", model_factory=f"{__name__}:{name}", model_args=args)).config
 
     def run(rank: int, world: int) -> dict[str, Tensor]:
-        model: Any = build_model(config)
-        assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-        fully_shard(model, to_empty=True)
-        model.to_empty(device="cpu")
+        blank = Blank(config)
+        assert all(tensor.is_meta for tensor in [*blank.model.parameters(), *blank.model.buffers()])
+        model, _ = build_sharded(config, torch.device("cpu"), rank_meshes(config.grid(1), "cpu"), blank, filled=False)
         fill(config, model, lambda: build_model(config), lambda: None)
-        return {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+        return {name: parameter.full_tensor() for name, parameter in model.named_parameters()} | everything(model.named_buffers)
 
-    return run_threads(1, run)[0] | buffers
+    return run_threads(1, run)[0]
+
+
+def everything(named: Callable[..., Any]) -> dict[str, Tensor]:
+    """Return tensors by all their names."""
+    return {name: tensor.detach() for name, tensor in named(remove_duplicate=False)}
 
 
 @pytest.mark.parametrize(
     "name",
-    "untouched applied computed listed random_arrays random_numbers tied_arrays normed cast rotated read copied assigned".split(),
+    "untouched applied computed listed random_arrays random_numbers tied_arrays normed cast rotated shared read copied assigned "
+    "copied_module".split(),
 )
 def test_initial_values_are_those_of_the_factory(name: str) -> None:
     torch.manual_seed(1)
@@ -150,7 +196,7 @@ def test_initial_values_are_those_of_the_factory(name: str) -> None:
     np.random.seed(7)
     random.seed(7)
     model = globals()[name]()
-    expected = dict([*model.named_parameters(), *model.named_buffers()])
+    expected = dict(model.named_parameters()) | everything(model.named_buffers)
     assert found.keys() == expected.keys() and all(torch.equal(found[key], value) for key, value in expected.items())
 
 
@@ -158,19 +204,39 @@ def test_a_factory_makes_heartbeats() -> None:
     """Otherwise a worker that gives values to a large model counts as hung."""
     config, beats = tiny("stdlib", model_factory=f"{__name__}:applied"), list[int]()
     model = build_model(config)
-    model_with_values(config, model.named_parameters(), "", lambda: beats.append(hash(torch.get_rng_state().numpy().tobytes())))
+    initial_tensors(config, model, model.named_parameters(), "", lambda: beats.append(hash(torch.get_rng_state().numpy().tobytes())))
     assert len(beats) > 10 and len(set(beats)) > 3, "between the random numbers of several parameters"
 
 
+def test_a_factory_may_change_its_arguments_and_defaults() -> None:
+    found = initial("popping", sizes={"width": 16})
+    assert torch.get_default_dtype() is torch.float32 and torch.empty(1).is_cpu and len_torch_function_stack() == 0
+    torch.manual_seed(7)
+    try:
+        expected = popping({"width": 16})
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert all(torch.equal(found[name], value) for name, value in expected.named_parameters())
+
+
 def test_init_parameter_takes_precedence() -> None:
-    assert all((value == 0.5).all() for value in initial("filled").values())
+    assert all((value == 0.5).all() for name, value in initial("filled").items() if name not in ("norm.angles", "norm.table"))
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("unfilled", "norm.bias gets no values, or NaN; fill it in the constructor of its module"),
         ("other_on_cpu", "norm.weight has shape (16,) on the meta device, but on the CPU shape (1,); build the same model"),
+        ("more_on_cpu", "blocks.1.weight is a parameter on the CPU, but not on the meta device; build the same model"),
+        ("aliased", "embed.weight and head.weight are two parameters in the same memory; give both modules the same parameter"),
+        ("one_module", "it returns the same module at each call; return copy.deepcopy(..) of it, or build a new one"),
+        ("lazy", "norm.weight has no shape yet; call the model once in the factory, or give the layer its input size"),
+        ("kept", "is on the meta device at each call; build a new module in each, on the current device"),
+        ("listed_tensors", "norm.angles holds tensors that are neither parameters nor buffers; register each as a buffer, persistent"),
+        ("old_norm", "blocks.0.weight is computed by torch.nn.utils.weight_norm; use torch.nn.utils.parametrizations.weight_norm"),
         ("plain_tensor", "norm.angles is a tensor, but neither a parameter nor a buffer; register it with register_buffer('angles', ten"),
         ("persistent", "persistent buffers ['norm.angles'] are no part of a run's state; register them with persistent=False if they"),
     ],
@@ -178,7 +244,8 @@ def test_init_parameter_takes_precedence() -> None:
 def test_a_factory_that_does_not_fit_is_refused(name: str, words: str) -> None:
     with pytest.raises((AssertionError, BadInput)) as caught:
         initial(name)
-    assert f"model.factory = {__name__}:{name}: {words}" in str(caught.value)
+    assert f"model.factory = {__name__}:{name}: " in str(caught.value) and words in str(caught.value)
+    assert not any(parameter.is_meta for parameter in ONE.parameters())
 
 
 def test_a_model_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +255,8 @@ def test_a_model_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPat
         fill(config, build_model(config), lambda: build_model(config), lambda: None)
     config = tiny("stdlib", model_factory=f"{__name__}:filled")
     fill(config, build_model(config).to_empty(device="cpu"), lambda: build_model(config), lambda: None)
+    with pytest.raises(BadInput, match=r"take 0.0 GiB of memory in each worker, .* give the model a method init_buffer\(name"):
+        Blank(config)  # the call for two small buffers builds the whole model
 
 
 def test_an_assertion_of_the_model_is_told() -> None:
