@@ -122,6 +122,12 @@ def alias(net: Net) -> None:
     net.head.weight.data = net.embed.weight.data
 
 
+def tie_blocks(net: Net) -> None:
+    other = nn.Linear(16, 16, bias=False)
+    other.weight = net.blocks[0].weight  # type: ignore[assignment]
+    net.blocks.append(other)
+
+
 def popping(sizes: dict[str, int]) -> Net:
     """A factory that changes its argument and torch's defaults."""
     net = Net()
@@ -155,15 +161,16 @@ persistent = changed(lambda net: net.norm.register_buffer("angles", torch.ones(3
 more_on_cpu = changed(lambda net: net.embed.weight.is_meta or net.blocks.append(nn.Linear(16, 16)))
 shared, aliased = changed(share), changed(alias)
 one_module, copied_module = (lambda: ONE), (lambda: copy.deepcopy(ONE))
+tied_blocks = changed(tie_blocks)
 lazy = changed(lambda net: setattr(net, "norm", nn.LazyLinear(16)))
 listed_tensors = changed(lambda net: setattr(net.norm, "angles", [torch.ones(3)]))
 old_norm = changed(lambda net: torch.nn.utils.weight_norm(net.blocks[0]))  # type: ignore[no-untyped-call]
 plain_tensor = changed(lambda net: setattr(net.norm, "angles", torch.ones(3)))
 
 
-def initial(name: str, **args: Any) -> dict[str, Tensor]:
+def initial(name: str, units: Any = "auto", **args: Any) -> dict[str, Tensor]:
     """Return the initial parameters and buffers of a factory's model, as a run has them."""
-    config = preflight.foresee(tiny("stdlib", model_factory=f"{__name__}:{name}", model_args=args)).config
+    config = preflight.foresee(tiny("stdlib", model_factory=f"{__name__}:{name}", model_args=args, model_units=units)).config
 
     def run(rank: int, world: int) -> dict[str, Tensor]:
         blank = Blank(config)
@@ -257,6 +264,14 @@ def test_a_model_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPat
     fill(config, build_model(config).to_empty(device="cpu"), lambda: build_model(config), lambda: None)
     with pytest.raises(BadInput, match=r"take 0.0 GiB of memory in each worker, .* give the model a method init_buffer\(name"):
         Blank(config)  # the call for two small buffers builds the whole model
+
+
+def test_a_parameter_of_two_units_is_refused() -> None:
+    config = tiny("stdlib", model_factory=f"{__name__}:tied_blocks")
+    words = "blocks.0.weight and blocks.1.weight are one parameter in two units; choose model.units so that one unit, or none, has both"
+    with pytest.raises(BadInput, match=words):
+        preflight.foresee(config)
+    assert initial("tied_blocks", units=["norm"]).keys() == initial("untouched").keys()
 
 
 def test_an_assertion_of_the_model_is_told() -> None:

@@ -16,8 +16,24 @@ def select_units(model: nn.Module, patterns: Sequence[str] | Literal["auto"]) ->
     ``auto`` stands for the blocks of the outermost lists of modules (``nn.ModuleList``, or an ``nn.ModuleDict`` of one class).
 
     Raises:
-        ValueError: a pattern, which the message names, matches nothing; or the model has no list of modules.
+        ValueError: a pattern, which the message names, matches nothing; the model has no list of modules; or two units share a parameter.
     """
+    units = _selected(model, patterns)
+    # Children come first in the list, and the innermost unit of a module counts.
+    unit_of = {id(inner): unit for unit in reversed(units) for inner in unit.modules()}
+    held: dict[int, tuple[nn.Module | None, str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                here = (unit_of.get(id(module)), f"{path}.{name}")
+                there = held.setdefault(id(parameter), here)
+                if there[0] is not here[0]:
+                    remedy = "choose model.units so that one unit, or none, has both"
+                    raise ValueError(f"model.units: {there[1]} and {here[1]} are one parameter in two units; {remedy}")
+    return units
+
+
+def _selected(model: nn.Module, patterns: Sequence[str] | Literal["auto"]) -> list[nn.Module]:
     if patterns == "auto":
         blocks = list(_blocks(model))
         if not blocks:
