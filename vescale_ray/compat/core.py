@@ -111,6 +111,7 @@ with private_names():
     need("torch.optim.Optimizer", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")  # called as torch does
     need("torch.optim.Optimizer", "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")  # named where none is called
     need("torch.ops.aten.add.Tensor", "_schema")  # an operation's name, its arguments and which of them it writes
+    need("torch.cuda", "_sleep")  # a kernel of known length, for the emulated wire
 
 NO_CONTEXT: Any = nullcontext()
 F = TypeVar("F", bound=Callable[..., Any])
