@@ -2,7 +2,7 @@
 
     python benchmarks/emulated_scale.py [--quick] [--ranks 64,256,1024] [--models llama,gpt-oss] [--device cpu|cuda] [--json OUT]
 
-There is no cluster: collectives take the time of a model of the network and send nothing. ``emulation.py`` lists the limits.
+There is no cluster: collectives take the time of a model of the network and send nothing. ``vescale_ray/emulation.py`` lists the limits.
 Kernels, allocator, streams and host are real. On a GPU the models are slices of Llama-3-70B and GPT-OSS-120B with their real widths. On a
 CPU the widths are small and the network is slowed down in proportion (``--scale``), so the figures compare systems but give no absolute
 speed. On the CPU, FSDP2's collectives block (as on gloo) and ours do not; on a GPU both run on streams.
@@ -44,8 +44,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Shard
 
-from benchmarks.emulation import emulated_world
 from benchmarks.reporting import figure, write
+from vescale_ray.emulation import emulated_world
 from vescale_ray.fsdp import explain, fully_shard
 from vescale_ray.geometry import Block
 from vescale_ray.models.llama import Llama, LlamaConfig

@@ -99,7 +99,7 @@ def on_emulated(_rank: int, _world: int, _store: str, width: int, rounds: int, r
     """One process that claims to be one of ``ranks``."""
     import torch
 
-    from benchmarks.emulation import emulated_world
+    from vescale_ray.emulation import emulated_world
 
     torch.set_num_threads(1)
     with emulated_world(ranks, scale=LINK_SCALE):

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from benchmarks.emulation import emulated_world  # type: ignore[import-not-found]
 from vescale_ray import Fp8Block, fully_shard
+from vescale_ray.emulation import emulated_world
 from vescale_ray.optim import clip_grad_norm_
 from vescale_ray.planner import plan_layout, unit_plan
 from vescale_ray.planner.hardware import HARDWARE, collective_time

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from benchmarks.emulation import emulated_world  # type: ignore[import-not-found]
 from tests.fsdp.quantized import Model, Reference, gathered, model_of, policy, rounded, sharded, whole_values
 from tests.fsdp.towers import grads, same
 from tests.fsdp.transformer import full, part
@@ -23,6 +22,7 @@ from vescale_ray import checkpoint as ckpt
 from vescale_ray.block_grid import Grid
 from vescale_ray.communication.point_to_point import Messages
 from vescale_ray.dtensor import distribute_tensor as ragged
+from vescale_ray.emulation import emulated_world
 from vescale_ray.fsdp import Sharding, explain, fully_shard
 from vescale_ray.fsdp.layouts import wire
 from vescale_ray.fsdp.layouts.wire import CodeWire

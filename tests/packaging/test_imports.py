@@ -18,7 +18,7 @@ from tests.packaging.sources import MAPPED, PRODUCT, ROOT, SOURCES, module_of, n
 LAYERS: list[set[str]] = [
     {"version", "errors", "geometry", "block_grid", "compat", "gloo", "communication"},
     {"planner"},
-    {"dtensor", "dbuffer", "quantization", "lasting", "runfolder", "event_words"},
+    {"dtensor", "dbuffer", "quantization", "emulation", "lasting", "runfolder", "event_words"},
     {
         "fsdp",
         "models",
