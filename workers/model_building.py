@@ -307,7 +307,7 @@ def _allocate(model: nn.Module, offload: OffloadPolicy, device: torch.device) ->
         model.to_empty(device="cpu" if isinstance(offload, CPUOffloadPolicy) else device)
     placed: dict[Tensor, Tensor] = {}
     for buffers, name, buffer in held:
-        if buffer is not None and buffer.device != device:
+        if buffer is not None:
             if buffer not in placed:
                 placed[buffer] = torch.empty_like(buffer, device=device)
             buffers[name] = placed[buffer]
