@@ -104,7 +104,7 @@ def initial_tensors(
         model: an earlier result of :func:`model_on_meta`, perhaps sharded since.
         tensors: names and global shapes of the parameters or buffers of ``model`` that are needed.
         remedy: what the user does if there is too little memory.
-        beat: called at each torch function that the factory calls.
+        beat: called at each torch function that the factory calls. What it raises ends the factory, and is raised here.
 
     Raises:
         BadInput: there is too little memory, the factory raises or returns another model, or a tensor holds NaN.
@@ -120,6 +120,7 @@ def initial_tensors(
         with torch.device("cpu"), _nan_in_new_memory(), _Beating(beat):
             built = _call(config)
     except ValueError as error:
+        beat()  # raises its own error if that is what ended the factory
         raise BadInput(str(error)) from error
     found, known = dict([*built.named_parameters(), *built.named_buffers(remove_duplicate=False)]), dict(model.named_parameters())
     if (more := next((name for name, _ in built.named_parameters() if name not in known), None)) is not None:

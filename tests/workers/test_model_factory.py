@@ -24,6 +24,7 @@ from vescale_ray.errors import BadInput
 from vescale_ray.workers.initial_values import fill
 from vescale_ray.workers.model_building import Blank, build_model, build_sharded
 from vescale_ray.workers.model_factory import initial_tensors
+from vescale_ray.workers.network.process_groups import GroupFailed
 from vescale_ray.workers.network.rank_mesh import rank_meshes
 
 TABLE = np.arange(256 * 16, dtype=np.float32).reshape(256, 16) / 1000
@@ -213,6 +214,18 @@ def test_a_factory_makes_heartbeats() -> None:
     model = build_model(config)
     initial_tensors(config, model, model.named_parameters(), "", lambda: beats.append(hash(torch.get_rng_state().numpy().tobytes())))
     assert len(beats) > 10 and len(set(beats)) > 3, "between the random numbers of several parameters"
+
+
+def test_a_heartbeat_that_leaves_a_generation_is_no_bad_input() -> None:
+    """A fenced generation ends by an error of the heartbeat. A refused input would end the run."""
+    config = tiny("stdlib", model_factory=f"{__name__}:applied")
+    model = build_model(config)
+
+    def beat() -> None:
+        raise GroupFailed("generation 1 ended")
+
+    with pytest.raises(GroupFailed, match="^generation 1 ended$"):
+        initial_tensors(config, model, model.named_parameters(), "", beat)
 
 
 def test_a_factory_may_change_its_arguments_and_defaults() -> None:
