@@ -184,7 +184,7 @@ def test_pool_hands_memory_on_and_counts_held_bytes(nbytes):
     pool.provide(b)
     assert pool.bytes_held() == nbytes and not a.allocated
     pool.provide(a)
-    assert pool.bytes_held() == 2 * nbytes
+    assert pool.bytes_held() == pool.bytes_held(nbytes) == 2 * nbytes and pool.bytes_held(nbytes + 1) == 0
     pool.release(b, None)
     scratch = pool.take(nbytes, CPU)
     assert pool.bytes_held() == 2 * nbytes, "scratch takes over what parameters have left"

@@ -365,10 +365,11 @@ class Pool:
 
     # -- figures --
 
-    def bytes_held(self) -> int:
-        """Return the bytes of all buffers that have memory, in use or kept. Permanent parts and new memory that is still to be written (up
-        to a huge page) don't count."""
-        return sum(_moving(key) * sum(self._count(key)) - sum(b.unwritten for b in self._lent[key]) for key in self._keys())
+    def bytes_held(self, least: int = 0) -> int:
+        """Return the bytes of all buffers of at least ``least`` bytes that have memory, in use or kept. Permanent parts and new memory that
+        is still to be written (up to a huge page) don't count."""
+        keys = [key for key in self._keys() if key[0] >= least]
+        return sum(_moving(key) * sum(self._count(key)) - sum(b.unwritten for b in self._lent[key]) for key in keys)
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.bytes_held())
