@@ -155,14 +155,15 @@ def test_group_keeps_settings_that_the_state_dict_lacks(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_copied_and_pickled_optimizers_step_independently(kind: str) -> None:
-    params, optimizer = built(kind)
-    theirs, other = pickle.loads(pickle.dumps(copy.deepcopy((params, optimizer))))
-    before = [p.detach().clone() for p in params]
-    advance(theirs, other, range(2, 4))
-    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True)), "the original has not moved"
-    advance(params, optimizer, range(2, 4))
-    assert all(torch.equal(p, q) and not torch.equal(p, b) for p, q, b in zip(params, theirs, before, strict=True))
-    assert equal(optimizer.state_dict(), other.state_dict())
+    for copied in (copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))):
+        params, optimizer = built(kind)
+        theirs, other = copied((params, optimizer))
+        before = [p.detach().clone() for p in params]
+        advance(theirs, other, range(2, 4))
+        assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True)), "the original has not moved"
+        advance(params, optimizer, range(2, 4))
+        assert all(torch.equal(p, q) and not torch.equal(p, b) for p, q, b in zip(params, theirs, before, strict=True))
+        assert equal(optimizer.state_dict(), other.state_dict())
 
 
 def test_torchs_muon_state_dict_keeps_our_own_group_settings() -> None:
