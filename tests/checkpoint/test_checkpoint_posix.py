@@ -14,7 +14,6 @@ import signal
 import threading
 import time
 import weakref
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -255,7 +254,7 @@ def test_transfer_buffers_use_huge_pages_within_a_memory_bound():
 
 @pytest.mark.parametrize("waits", ["in a write", "in the store", "in the save"])
 def test_thread_left_by_a_second_interrupt_touches_no_other_file(tmp_path, monkeypatch, waits):
-    held, begun, opened = threading.Event(), threading.Event(), []
+    held, begun, opened, asked = threading.Event(), threading.Event(), [], []
     join, create, write = threading.Thread.join, posix._create, os.pwrite
 
     def creating(path):
@@ -264,12 +263,9 @@ def test_thread_left_by_a_second_interrupt_touches_no_other_file(tmp_path, monke
 
     def impatient(thread, timeout=None):
         if thread.name == DAEMONS + "write":
+            assert begun.wait(20)
             raise KeyboardInterrupt
         join(thread, timeout)
-
-    def result(future, timeout=None):
-        assert begun.wait(20)
-        raise KeyboardInterrupt
 
     def slow(chunk=0):
         if begun.is_set() or chunk == 0:
@@ -279,12 +275,12 @@ def test_thread_left_by_a_second_interrupt_touches_no_other_file(tmp_path, monke
 
     def slowly():
         for part in chunks(8192, chunk=4096):
+            asked.append(part)
             slow()
             yield part
 
     monkeypatch.setattr(posix, "_create", creating)
     monkeypatch.setattr(threading.Thread, "join", impatient)
-    monkeypatch.setattr(Future, "result", result)
     if waits == "in a write":
         monkeypatch.setattr(os, "pwrite", lambda *args: slow() or write(*args))
     with pytest.raises(KeyboardInterrupt):
@@ -305,6 +301,7 @@ def test_thread_left_by_a_second_interrupt_touches_no_other_file(tmp_path, monke
     for other in others:
         other.close()
     assert [path.stat().st_size for path in sorted(tmp_path.glob("other*"))] == [0] * 6
+    assert len(asked) == (waits == "in the store"), "no chunk is requested after an interrupt"
 
 
 def test_failed_save_releases_its_tensors_at_once(tmp_path, monkeypatch):
