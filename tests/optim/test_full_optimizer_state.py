@@ -223,6 +223,11 @@ SHARDED, FLAT = StateDictOptions(), StateDictOptions(flatten_optimizer_state_dic
 KINDS = pytest.mark.parametrize("options", [SHARDED, FLAT, FULL], ids=["sharded", "flat", "full"])
 
 
+def named(value: Any) -> str | None:
+    """Return the part of a case's name for one of the three options; None for another value, which pytest names."""
+    return next((name for name, one in (("sharded", SHARDED), ("flat", FLAT), ("full", FULL)) if one is value), None)
+
+
 TAKEN_EARLY: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "a state looked up": lambda ps: (o := torch.optim.AdamW(ps)).state[o.param_groups[0]["params"][0]] or o,
     "decay in the moments": lambda ps: torch.optim.Adam(ps, lr=0.1, weight_decay=0.1),
@@ -239,6 +244,7 @@ SHARED_AND_COUNTED = ("shared counters", "a counter in the group")
 @pytest.mark.parametrize(
     ("kind", "options"),
     [*((kind, FULL) for kind in TAKEN_EARLY), *((kind, options) for kind in SHARED_AND_COUNTED for options in (SHARDED, FLAT))],
+    ids=named,
 )
 @on_threads(2)
 def test_states_taken_before_the_first_step_count_none(rank: int, world: int, kind: str, options: StateDictOptions) -> None:
@@ -275,6 +281,7 @@ class CountsInGroups(torch.optim.Optimizer):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [(torch.optim.AdamW, FULL), (torch.optim.Adagrad, SHARDED), (AdamW8bit, FLAT), (AdamW8bit, FULL), (SOAP, SHARDED), (Muon, FULL)],
+    ids=named,
 )
 @on_threads(2)
 def test_states_of_frozen_parameters_are_loaded(rank: int, world: int, kind: Any, options: StateDictOptions) -> None:
@@ -328,7 +335,7 @@ def test_groups_may_be_split_and_reordered_but_not_merged(rank: int, world: int,
     train(models[0], saved, 1)
 
 
-@pytest.mark.parametrize(("kind", "options"), [(torch.optim.AdamW, FULL), (AdamW, SHARDED), (Flat, FLAT), (Flat, FULL)])
+@pytest.mark.parametrize(("kind", "options"), [(torch.optim.AdamW, FULL), (AdamW, SHARDED), (Flat, FLAT), (Flat, FULL)], ids=named)
 @on_threads(2)
 def test_missing_states_are_refused_or_left(rank: int, world: int, kind: Any, options: StateDictOptions) -> None:
     models = [net(), net()]
@@ -346,7 +353,9 @@ def test_missing_states_are_refused_or_left(rank: int, world: int, kind: Any, op
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [(torch.optim.AdamW, SHARDED), (AdamW, FLAT), (Flat, SHARDED), (Flat, FLAT), (AdamW8bit, SHARDED)]
+    ("kind", "options"),
+    [(torch.optim.AdamW, SHARDED), (AdamW, FLAT), (Flat, SHARDED), (Flat, FLAT), (AdamW8bit, SHARDED)],
+    ids=named,
 )
 @on_threads(2)
 def test_sharded_states_of_another_layout_are_resharded(rank: int, world: int, kind: Any, options: StateDictOptions) -> None:
