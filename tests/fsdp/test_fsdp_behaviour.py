@@ -56,6 +56,29 @@ def test_unused_and_frozen_parameters_keep_no_gradient(rank, world):
     assert full(ours.unused.weight.grad).count_nonzero() == 0
 
 
+class Aside(nn.Module):
+    """The loss does not depend on ``aside``."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.aside = nn.Linear(20, 20), nn.Linear(20, 20)
+
+    def forward(self, x):
+        return self.used(x) + self.aside(x).detach()
+
+
+@on_threads(2)
+def test_a_unit_without_gradients_reduces_zeros_if_told(rank, world):
+    ours = seeded(Aside)
+    fully_shard(ours.aside)
+    fully_shard(ours)
+    for told in (False, True):
+        ours.set_reduce_scatter_unused_params(told)
+        ours(inputs(rank, world)).square().mean().backward()
+        gradient = ours.aside.weight.grad
+        assert full(gradient).count_nonzero() == 0 if told else gradient is None
+
+
 class TwoDtypes(nn.Module):
     def __init__(self):
         super().__init__()
