@@ -88,7 +88,7 @@ def export_hf(
         include, exclude: globs of our names.
         key: entry of the state (``"ema"``, ..).
         dtype: dtype to which floating-point tensors are cast.
-        max_shard_bytes: most bytes of tensors in a file; a larger tensor gets its own file.
+        max_shard_bytes: maximum number of bytes of tensors in a file; a larger tensor gets its own file.
 
     Raises:
         ValueError: the folder holds model files, or is a URL. CheckpointMismatch: there is nothing to write, safetensors lacks a dtype, or

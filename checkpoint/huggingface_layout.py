@@ -19,7 +19,7 @@ from .errors import CheckpointMismatch
 from .huggingface import HfSource, weights_source
 
 _COMPARED = 1 << 22
-"""Elements of a tensor that are compared at a time."""
+"""Number of elements of a tensor that are compared at a time."""
 
 
 class _Views(TorchFunctionMode):

@@ -155,7 +155,7 @@ class EndRescale(LoopAction):
 
 @dataclass(frozen=True)
 class Note(LoopAction):
-    """Change fields of the durable state. Unless the action says ``write``, a later write keeps them."""
+    """Change fields of the durable state. With ``write``, the state is written at once; otherwise the next write includes them."""
 
     fields: Mapping[str, Any]
     write: bool = False

@@ -171,7 +171,8 @@ class Controller:
         return self._take(action, dict(body))
 
     def final_scrape(self) -> tuple[float, int]:
-        """After the run: seconds until every regular client should have scraped once more (0: there is none); and 1 if all have, else 0."""
+        """Return, after the run, the seconds until every regular client should have scraped once more (0: there is none), and 1 if all
+        have, else 0."""
         return self._server.scrapes.final_scrape(time.monotonic()) if self._server is not None else (0.0, 0)
 
     def close(self) -> None:

@@ -23,11 +23,12 @@ def next_members(
     leaving: Collection[str] = (),
     whole: Callable[[int], int] = int,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Members and leavers. Members that stay keep their old order, and joiners come last; ranks are assigned later
-    (:mod:`vescale_ray.workers.resharding.rank_assignment`). Leavers are the ``leaving`` workers and the last ones beyond ``target``.
+    """Return the members and leavers of the next generation. Members that stay keep their old order, and joiners come last; ranks are
+    assigned later (:mod:`vescale_ray.workers.resharding.rank_assignment`). Leavers are the ``leaving`` workers and the last ones beyond
+    ``target``.
 
     Args:
-        whole: the most of a number of workers that can train together (:meth:`vescale_ray.config.RunConfig.whole`).
+        whole: returns how many of a number of workers can train together (:meth:`vescale_ray.config.RunConfig.whole`).
     """
     staying = tuple(w for w in living if w not in leaving)[:target]
     joiners = tuple(w for w in ready if w not in leaving)[: target - len(staying)]

@@ -241,7 +241,7 @@ class RunSpec:
         first_generation: number of the first generation, above every generation that has left a checkpoint.
         oldest: generation of the oldest checkpoint that the run may go back to
             (:class:`~vescale_ray.controller.driver.preflight.Preflight`).
-        capacity: most workers that the cluster can ever place; None: unknown, it may grow.
+        capacity: largest number of workers that the cluster can ever place; None: unknown, it may grow.
         driver_pid: process id of the driver, for run.json.
         stream: values that determine the order of samples, recorded with each checkpoint.
         bytes_per_token: mean bytes of text of a token of the training data; None: unknown.

@@ -178,7 +178,7 @@ class _ParallelForward(ABC):
 
 
 class _RowsForward(_ParallelForward):
-    """For experts whose forward takes rows that are ordered by expert, and their counts."""
+    """Forward of experts that takes rows ordered by expert, and the counts of each."""
 
     @disable_dynamo  # type: ignore[untyped-decorator]
     def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class _RowsForward(_ParallelForward):
 
 
 class _TransformersForward(_ParallelForward):
-    """For fused experts of transformers, whose forward takes rows, and indices and weights of each row's experts."""
+    """Forward of fused experts of transformers. It takes rows, and the indices and weights of each row's experts."""
 
     @disable_dynamo  # type: ignore[untyped-decorator]
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

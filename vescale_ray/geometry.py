@@ -21,7 +21,7 @@ Box = tuple[Shape, Shape]
 
 
 def row_numel(shape: Sequence[int]) -> int:
-    """Return the elements in one row: the last dimension of a matrix (or stack of matrices), 1 for vectors and scalars."""
+    """Return the number of elements in one row: the last dimension of a matrix (or stack of matrices), 1 for vectors and scalars."""
     return int(shape[-1]) if len(shape) >= 2 else 1
 
 
@@ -68,7 +68,8 @@ class Block:
         return cls("tensor")
 
     def numel(self, shape: Sequence[int]) -> int:
-        """Return the elements of one block in a tensor of ``shape``: at least 1, at most the tensor's, or one matrix's of a stack."""
+        """Return the number of elements of one block in a tensor of ``shape``. It is at least 1, and at most that of the tensor, or of one
+        matrix of a stack."""
         total = math.prod(shape)
         if self.kind == "element" or total == 0:
             return 1
@@ -79,7 +80,8 @@ class Block:
         return min(self.row_count * row_numel(shape), total)
 
     def period(self, shape: Sequence[int]) -> int:
-        """Return the elements after which the possible cuts repeat: one matrix of a stack if its last block is shorter, else a block."""
+        """Return the number of elements after which the possible cuts repeat: one matrix of a stack if its last block is shorter, else a
+        block."""
         numel = self.numel(shape)
         if self.kind not in ("rows", "tile") or len(shape) < 3 or math.prod(shape[:-2]) < 2:
             return numel

@@ -80,13 +80,14 @@ def load_by_name(
 ) -> None:
     """Load states and hyperparameters, by the name of the parameter.
 
-    torch's setter leaves out the states of frozen parameters, and of flat state dicts those that the optimizer has not made yet. It takes
-    the hyperparameters of one group for all if groups were merged, and gives none if one was split.
+    torch's setter leaves out the states of frozen parameters. Of flat state dicts it also leaves out states that the optimizer does not
+    have yet. If groups were merged, it uses the hyperparameters of one for all; if a group was split, it sets none.
 
     Args:
         mine: the state dict of all ``optimizers``, by parameter name.
         given: the states to load; ``hyper``: the hyperparameters.
-        strict: refuse parameters of which ``hyper`` has nothing, or ``given`` if the optimizer has states. Otherwise they keep theirs.
+        strict: refuse parameters that ``hyper`` lacks, and, if the optimizer has states, those that ``given`` lacks. Otherwise such
+            parameters keep their states and hyperparameters.
 
     Raises:
         ValueError: nothing was changed, unless an optimizer itself refuses its part.

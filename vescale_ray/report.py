@@ -27,7 +27,7 @@ LONG_METRICS, LONG_SAMPLES = 256 << 20, 64 << 20
 """Largest files, in bytes, that the driver on the head node still reads when a run ends. This takes some seconds and 200 MB; the files
 of a month-long run have gigabytes."""
 MOST_EVENTS, MOST_PROCESSES = 40, 16
-"""Most events and processes in the table; events.jsonl has the rest."""
+"""Maximum number of events and processes in the table; events.jsonl has the rest."""
 
 
 @dataclass(frozen=True)

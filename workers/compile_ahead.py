@@ -42,8 +42,8 @@ def compile_units(config: RunConfig, device: torch.device, blank: Blank) -> None
 
 
 def calls_of(config: RunConfig, model: nn.Module) -> list[Call]:
-    """For each kind of unit, one unit, and the arguments of its forward in a slot, on the meta device. Units of a kind share compiled code:
-    they have the same class, sizes and arguments."""
+    """Return, for each kind of unit, one unit and the arguments of its forward in a slot, on the meta device. Units of a kind share
+    compiled code: they have the same class, sizes and arguments."""
     found: dict[Any, Call] = {}
 
     def note(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

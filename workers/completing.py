@@ -94,6 +94,6 @@ class Completer:
         return int(torch.multinomial(torch.softmax(row / temperature, -1), 1, generator=generator))
 
     def _told(self, prompt: str, ids: Sequence[int]) -> dict[str, Any]:
-        """Return a completion for people. It ends before the first token that ends a text."""
+        """Return the prompt, the decoded text up to the first end-of-text token, and its number of tokens."""
         kept = list(itertools.takewhile(lambda one: one not in self._ends, ids))
         return {"prompt": prompt, "text": self._codec.decode(kept), "tokens": len(kept)}

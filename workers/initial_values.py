@@ -41,7 +41,7 @@ def seed_of(*parts: int | str) -> int:
 
 
 def buffer_values(config: RunConfig, model: nn.Module) -> dict[str, Tensor]:
-    """Return the values of the buffers of ``model``, which is on the meta device, on the CPU.
+    """Return, on the CPU, the values of the buffers of ``model``, which is on the meta device.
 
     Raises:
         BadInput: the weights of ``model.hf`` lack a buffer, or can't be read.

@@ -103,7 +103,7 @@ class Blank:
 
     Args:
         model: result of :func:`build_model`; None builds it now.
-        compiler: compiles the units; None makes one, without the knowledge of an earlier blank's.
+        compiler: compiles the units; None makes one, which does not know what an earlier one has compiled.
         buffers: values of the model's buffers; None computes them.
 
     Raises:

@@ -17,12 +17,12 @@ _BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def hide_devices() -> None:
-    """Have this process see no GPU, until :func:`show_devices`. Call it before torch is imported."""
+    """Hide all GPUs from this process, until :func:`show_devices`. Call it before torch is imported."""
     os.environ[VISIBLE], os.environ[_BY_NVML] = "", "1"
 
 
 def show_devices(devices: str) -> None:
-    """Have this process see ``devices``.
+    """Make ``devices`` visible to this process.
 
     Raises:
         RuntimeError: CUDA is initialised already, without them.
@@ -51,7 +51,7 @@ class Standby:
                 raise RuntimeError(self._error)
 
     def employ(self, devices: str) -> None:
-        """Have the standby go on as a worker that uses ``devices`` (empty: none)."""
+        """Make the standby a worker that uses ``devices`` (empty: none)."""
         with self._change:
             self._devices = devices
             self._change.notify_all()

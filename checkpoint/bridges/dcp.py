@@ -114,7 +114,7 @@ def _states(checkpoint: Checkpoint, key: str, saved: Mapping[str, Any], name: st
 
 
 def _by_keys(value: Any) -> Any:
-    """Lists and tuples of tensors as dicts by position, since torch takes apart only those that hold its own tensors."""
+    """Return ``value`` with lists and tuples of tensors as dicts by position. DCP flattens lists of torch's own tensors only."""
     if isinstance(value, Mapping):
         return {key: _by_keys(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -39,7 +39,8 @@ from ..stores.store import ObjectStore, Root
 from ..upkeep.collection import discard
 
 OBJECT_BYTES = 256 << 20
-"""Most bytes of one object of an imported commit, and about the memory to write it. Objects are larger if there would be more than 1024."""
+"""Maximum number of bytes of one object of an imported commit, and about the memory to write it. Objects are larger if there would be more
+than 1024."""
 
 Progress = Callable[[int], None]
 """Called with the number of bytes done since the last call."""

@@ -27,7 +27,7 @@ CODES = torch.float8_e4m3fn
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 """Dtypes of scales, all of which FP32 holds exactly."""
 CHUNK_NUMEL = 1 << 20
-"""Elements that are dequantized at a time."""
+"""Number of elements that are dequantized at a time."""
 
 
 def block_in(folder: Path) -> Fp8Block | None:

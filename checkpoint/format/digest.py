@@ -23,7 +23,8 @@ BLOCK_BYTES = 1 << 20
 """Largest unit of verification, in bytes. A read of a range checks every block it touches, so it reads less than 2 extra blocks."""
 
 BLOCKS, ALL_BLOCKS = 1 << 13, 1 << 16
-"""Most blocks of one object, and of all objects of a checkpoint, for blocks below :data:`BLOCK_BYTES`: half a MiB of checksums."""
+"""Maximum number of blocks of one object, and of all objects of a checkpoint, for blocks below :data:`BLOCK_BYTES`: half a MiB of
+checksums."""
 
 CHUNK_BYTES = 4 << 20
 """Unit of reading back in one stream, in bytes; it needs two buffers of this size.

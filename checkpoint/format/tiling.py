@@ -25,7 +25,7 @@ import numpy as np
 from vescale_ray.geometry import Box, Shape, intervals
 
 MOST_TILES = 1 << 16
-"""Most tiles of a tensor. One with more is stored by rows."""
+"""Maximum number of tiles of a tensor. One with more is stored by rows."""
 
 Sizes = tuple[tuple[int, int], ...]
 """(size, count) along a dimension, in order."""
@@ -137,7 +137,8 @@ def between(shape: Shape, order: Tiling, other: Tiling, start: int, end: int) ->
 
 
 def runs_between(shape: Shape, order: Tiling, other: Tiling, start: int, end: int) -> int:
-    """Return an upper bound of the number of runs of :func:`between`. It never decreases with ``end``. Costs O(tiles) of ``order``."""
+    """Return an upper bound of the number of runs of :func:`between`. It never decreases with ``end``. The cost grows with the number of
+    tiles of ``order``."""
     if order == other or start == end:
         return 1
     there = _grid(shape, other) if other.cuts else None
@@ -172,7 +173,7 @@ class _Grid:
         return tuple(len(sizes) for sizes in self.sizes)
 
     def tile_of(self, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, Shape, Shape] | None:
-        """For the tile that contains a box: its base, its shape, and the box's offsets within it; None if no tile does."""
+        """Return the base and shape of the tile that contains a box, and the box's offsets within it; None if no tile does."""
         number, tile, within = 0, list(self.shape), list(offsets)
         for dim, edges in enumerate(self.edges):
             index = int(np.searchsorted(edges, offsets[dim], side="right")) - 1
@@ -183,7 +184,7 @@ class _Grid:
         return int(self.bases[number]), tuple(tile), tuple(within)
 
     def cells(self, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For each run by rows, its first cell and number of cells. A cell is the part of one row in one tile, counted by rows."""
+        """Return the first cell and the number of cells of each run by rows. A cell is the part of one row in one tile, counted by rows."""
         found = []
         for element in (first, end - 1):
             row, within = np.divmod(element, self.shape[self.last] * self.inner)

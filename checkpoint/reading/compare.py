@@ -24,7 +24,7 @@ from .read_plan import Range
 from .reader import Checkpoint
 
 _PIECE = 1 << 20
-"""Elements compared at a time; their difference in float64 takes up to 24 MiB."""
+"""Number of elements compared at a time; their difference in float64 takes up to 24 MiB."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _compare(a: Checkpoint, b: Checkpoint, pair: Pair, progress: Callable[[int],
 
 
 def _unequal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """For each element, whether its bits differ."""
+    """Return a mask of the elements whose bits differ."""
     width = one.dtype.itemsize
     if width in (1, 2, 4, 8):
         raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]

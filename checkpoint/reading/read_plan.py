@@ -25,12 +25,12 @@ GAP_BYTES = 1 << 20
 request costs as much time as 0.1 MB of a local disk, or 1 to 5 MB of an object store."""
 
 MOST_PARTS = 1 << 17
-"""Most parts planned at a time. A part takes 200 bytes of memory during planning, an isolated one 450. So a plan takes at most 60 MB for
-columns of any width."""
+"""Maximum number of parts planned at a time. A part takes 200 bytes of memory during planning, an isolated one 450. So a plan takes at most
+60 MB for columns of any width."""
 
 
 _FEW = 4
-"""Least number of copies in a segment for which evenly spaced copies are searched, to be planned as one."""
+"""Minimum number of copies in a segment for which evenly spaced copies are searched, to be planned as one."""
 
 
 class Range(NamedTuple):

@@ -47,7 +47,7 @@ One process, 256 MiB verified, interleaved in one run on 2 busy cores: 0.82 GB/s
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 STREAMS = 8
-"""Most streams of one read, for any budget. With requests of 1 MiB they use half of the default budget."""
+"""Maximum number of streams of one read, for any budget. With requests of 1 MiB they use half of the default budget."""
 
 
 class Checkpoint:

@@ -45,7 +45,7 @@ def bounded(work: Callable[[Watch], T], quiet_s: float) -> T:
     """Run ``work`` in a daemon thread and return its result or raise its error. A daemon thread lets the process exit even if a disk hangs.
 
     Args:
-        quiet_s: longest time, in seconds, between two of the work's questions whether to go on.
+        quiet_s: longest time, in seconds, in which ``work`` may fail to call its :class:`Watch`.
 
     Raises:
         Quiet: the work was quiet for longer. It is told to stop, and abandoned. KeyboardInterrupt: the same, after :data:`LEAVE_S`.

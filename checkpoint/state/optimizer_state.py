@@ -219,9 +219,10 @@ def create_states(
 
 
 def _form(param: torch.Tensor, kind: str, source: str, checkpoint: Saved) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Return the shape and dtype that a state of ``param`` has if it is stored, for the parameter ``source``; else ``None``.
+    """Return the shape and dtype that the state ``kind`` of ``param`` gets in a load. ``source``: the parameter's stored name. ``None``:
+    the checkpoint lacks the state.
 
-    A state of its parameter's dtype keeps to it if the load casts the parameter: torch's optimizers can't step others.
+    If parameter and state are stored in one dtype, the state gets the dtype of ``param``, because torch's optimizers need equal dtypes.
     """
     stored = checkpoint.tensors
     own = stored[source].kinds if source in stored else {}
@@ -292,8 +293,8 @@ def _nested_target(
 def stateless(
     key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: FlatState, checkpoint: Saved, choice: TensorChoice
 ) -> set[str]:
-    """Return the names of the parameters that have no state in the checkpoint, for example since it was saved before the first step. Their
-    states go, as in torch. Combined optimizers have all states from the start, and so miss them."""
+    """Return the names of the parameters without state in the checkpoint, for example because it was saved before the first step. The load
+    removes their states, as torch does. It is empty for combined optimizers, which must have all states: a missing one is an error."""
     if hasattr(optimizer, "optimizers"):
         return set()
     scalars = {checkpoint.aliases.get(name, name) for by_name in saved["scalars"].values() for name in by_name}

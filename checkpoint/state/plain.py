@@ -31,12 +31,13 @@ from .tensors import check_dense
 KIND = "plain"
 """Kind of the ``uint8`` tensor that stores the bytes of a plain value, as ``param`` and ``exp_avg`` are kinds of others."""
 INLINE_BYTES = 256
-"""Most bytes of one value that are stored in the JSON itself. Larger ones would make the manifest, which every reader parses, large."""
+"""Maximum number of bytes of one value that are stored in the JSON itself. Larger ones would make the manifest, which every reader parses,
+large."""
 
 _MOST_DEEP = 100
 """Deepest nesting of lists and dicts. Unpacking takes some nested calls per level."""
 _MOST_BITS = 4096
-"""Most bits of an int in decimal digits. JSON readers, Python's among them, refuse some thousand digits."""
+"""Maximum number of bits of an int in decimal digits. JSON readers, Python's among them, refuse some thousand digits."""
 _TAGS = ("float", "items", "counter", "tensor")
 _DTYPE = re.compile(r"[<>|][biufcmMSU][0-9]{1,9}(\[[0-9]{0,9}(generic|[YMWDhms]|[munpfa]s)\])?", re.ASCII)
 _KINDS = "biufcmMSU"
@@ -71,7 +72,7 @@ def pack(what: str, value: Any, inline: float = INLINE_BYTES, tensor: Callable[[
 
     Args:
         what: path of the value, for messages.
-        inline: most bytes of one array, tensor or ``bytes`` that go into the JSON.
+        inline: maximum number of bytes of one array, tensor or ``bytes`` that go into the JSON.
         tensor: function that returns the JSON of a tensor in ``value`` from its path and itself; the default stores its bytes.
 
     Raises:

@@ -64,7 +64,7 @@ class LocalPart:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def flat(self) -> torch.Tensor:
-        """Return the elements as a flat tensor. With :attr:`shared` it has the memory of ``local``."""
+        """Return the elements as a flat tensor. It shares the memory of ``local`` if :attr:`shared` is true."""
         return self.local.resolve_conj().resolve_neg().contiguous().view(-1)
 
     def pieces(self, flat: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -247,7 +247,7 @@ def _replica(mesh: Any, placements: tuple[Placement, ...]) -> tuple[int, int, tu
 
 
 def owners(parts: list[LocalPart]) -> list[bool]:
-    """For each part, whether this rank writes it.
+    """Return, for each part, whether this rank writes it.
 
     One of the ranks that hold a tensor writes it. Each of the replicas gets about the same number of bytes, and a contiguous run of
     tensors. Every rank computes the same split by itself, separately for each set of replicas, since it may not know other ranks' tensors.

@@ -370,8 +370,8 @@ class _Stream:
         self.ended = True
 
     def run(self, shared: int) -> None:
-        """Write chunks until the stream ends, by a copy of the descriptor ``shared``. The caller closes its own, and after a second Ctrl-C
-        this thread goes on. The next opened file could then get the same descriptor, and this thread's bytes."""
+        """Write chunks until the stream ends, through a duplicate of the descriptor ``shared``. After a second Ctrl-C, the caller closes
+        ``shared`` while this thread goes on. Another file could then get that number, and this thread's bytes."""
         number = 0
         try:
             with os.fdopen(os.dup(shared), "wb", buffering=0) as own:

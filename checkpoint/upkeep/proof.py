@@ -30,7 +30,7 @@ Noted = Mapping[str, set[str]]
 
 
 def noted(store: ObjectStore, attempt: str = "") -> dict[str, set[str]]:
-    """Return the notes in the store, of all attempts or of one."""
+    """Return the keys of the notes in the store by attempt, for all attempts or for one."""
     found: dict[str, set[str]] = {}
     for entry in store.list(f"verified/{attempt}/" if attempt else "verified/"):
         parts = entry.key.split("/")

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 REMEMBERED = 5
 """Number of checkpoints whose median costs count, so that one busy disk does not change the interval."""
 NEWS = 0.1
-"""Least relative change of the interval that is reported."""
+"""Smallest relative change of the interval that is reported."""
 
 
 class Cadence:

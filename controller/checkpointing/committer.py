@@ -235,7 +235,8 @@ class Committer:
         )
 
     def _tend(self, made: Commit, patience_s: float) -> None:
-        """Delete old checkpoints, in the other thread. A newer checkpoint ends the wait for this one, and starts its own deletion."""
+        """Delete old checkpoints, in the second thread, once the workers have read ``made`` back. A newer checkpoint ends this wait, and
+        starts its own deletion."""
         from vescale_ray.checkpoint.upkeep.collection import tend
 
         tend(self._root, self._retention(), made, patience_s, lambda: self._closing.is_set() or self._newest != made.name)

@@ -81,7 +81,7 @@ def check_tokenizer(given: str, folder: HfFolder) -> None:
 
 
 def check_some_tokens(datasets: Iterable[Any]) -> None:
-    """Refuse files of token ids that do not fit the vocabulary. A few blocks of each file are read; text was read before."""
+    """Refuse files with token ids outside the vocabulary. The check reads a few blocks of each file."""
     from vescale_ray.data.block_dataset import BlockDataset
 
     for dataset in datasets:

@@ -339,7 +339,7 @@ told = {"nodes": len(nodes), "resources": ray.cluster_resources(), "version": ra
 print("\\n" + json.dumps({**told, "asked": len(clocks), "apart": apart}))
 """
 CLOCKS, CLOCKS_S = 64, 15.0
-"""Most nodes whose clocks are read, and how many seconds that may take."""
+"""Maximum number of nodes whose clocks are read, and how many seconds that may take."""
 
 
 def ray_cluster(address: str | None, wait_s: float = RAY_S) -> Finding:

@@ -216,9 +216,9 @@ def _start_watchdog(folder: str) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def _servers_apart() -> Iterator[None]:
-    """Start Ray's servers inside in a process group of their own. They end at SIGTERM, and all workers with them. ``timeout 8h vescale-ray
-    train ..``, a service manager or a batch system sends SIGTERM to the driver's whole group, and they would end before the last
-    checkpoint. (They block SIGINT.) The watchdog finds them by their environment."""
+    """Start the Ray servers of this block in a process group of their own. ``timeout 8h vescale-ray train ..``, a service manager or a
+    batch system sends SIGTERM to the driver's whole process group. Servers in it would end before the last checkpoint, and all workers with
+    them. (They block SIGINT.) The watchdog finds them by their environment."""
     services: Any = importlib.import_module("ray._private.services")
     before = services.ConsolePopen
     services.ConsolePopen = functools.partial(before, process_group=0)
@@ -246,7 +246,7 @@ def _sigterm_kept() -> Iterator[None]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for processes that are started inside, and restore them afterwards."""
+    """Set environment variables for the processes that the block starts, and restore them afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

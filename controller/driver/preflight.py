@@ -87,7 +87,7 @@ class Preflight:
 
 
 def foresee(config: RunConfig) -> Foreseen:
-    """Make the checks that create nothing: on folders that do not last, addresses, text and model.
+    """Make all checks that create nothing: folders that outlive the job, addresses, loggers, data and model.
 
     Raises:
         BadInput: with one line, for the first thing that is wrong.

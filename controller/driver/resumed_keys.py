@@ -1,5 +1,5 @@
 """The keys of ``data``, ``model`` and ``train`` whose change on a resume gives a warning. Other changed keys are refused if they change a
-sample, the global batch, or the name, shape or states of a parameter, and else taken; the tests have the complete table."""
+sample, the global batch, or the name, shape or states of a parameter, and accepted otherwise; the tests have the complete table."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 30
-"""Most bytes of a model factory and a data set. Each worker gets its own copy."""
+"""Maximum number of bytes of a model factory and a data set. Each worker gets its own copy."""
 
 Factory = Callable[..., Any]
 

@@ -26,7 +26,7 @@ LONGEST_GAP_S = 60.0
 PROVEN_S = 300.0
 """If a spare waits for longer than this (seconds), it is probed again."""
 SHOWN = 4
-"""Most nodes that one line names."""
+"""Maximum number of nodes that one line names."""
 
 Pair = tuple[str, str]
 Answers = Mapping[str, Collection[str]]
@@ -154,7 +154,7 @@ class _Series:
 
 
 class Connectivity:
-    """Finds the workers of one run that are cut off. Values in, probes and decisions out."""
+    """Finds the workers of one run that are cut off. It takes values, and returns probes and decisions."""
 
     def __init__(self, elastic: ElasticSection) -> None:
         self._elastic = elastic
@@ -215,8 +215,8 @@ class Connectivity:
         return self._elastic.collective_timeout_s / 2
 
     def due(self, cut: CutOff, members: Sequence[str], spares: int, ticket: Ticket) -> tuple[bool, list[Event]]:
-        """Return whether to end the workers that are cut off now, and events. ``spares``: number of warm workers that could take a place.
-        If most of the members are cut off, no node is at fault, and no worker is ended."""
+        """Return whether to end the cut-off workers now, and the events to record. ``spares``: number of warm workers that could take a
+        place. If most of the members are cut off, no node is at fault, and no worker is ended."""
         elastic, gone = self._elastic, [w for w in members if w in cut.workers]
         if not cut.workers:
             return False, []
@@ -267,8 +267,9 @@ class Connectivity:
 def fewest(broken: Iterable[Pair], weights: Mapping[str, int], order: Mapping[str, int]) -> frozenset[str]:
     """Return the nodes to do without so that no ``broken`` pair is left.
 
-    In turn, the node with the most pairs left per unit of its weight goes; of equal ones, the later (``order``). If one node is cut off
-    from others, that is the node. If two groups of alike nodes do not reach each other, it is the lighter group.
+    The function removes the node with the most broken pairs per unit of its weight, until no pair is left. Of equal nodes it takes the last
+    in ``order``. So it removes a single node that is cut off from the others, or the lighter of two groups of nodes that do not reach each
+    other.
     """
     ways: dict[str, set[str]] = {}
     for one, other in broken:

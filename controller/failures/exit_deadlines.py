@@ -28,7 +28,7 @@ RARE_STEP = 1.5
 
 
 class ExitDeadlines:
-    """Decides which workers are late. Values in, decision out."""
+    """Decides, from values alone, which workers are late."""
 
     def __init__(self, elastic: ElasticSection, bounds: Bounds) -> None:
         self._elastic, self._bounds = elastic, bounds

@@ -1,4 +1,5 @@
-"""Detect the workers of a generation that are lost, hung, silent, late to leave, or cut off. Values in, decisions and actions out."""
+"""Detect the workers of a generation that are lost, hung, silent, late to leave, or cut off. Takes values, returns decisions and
+actions."""
 
 from __future__ import annotations
 
@@ -111,7 +112,7 @@ class FailureDetector:
         return now + self._connectivity.patience_s + 3 * TRY_S
 
     def partitioned(self, world: World, living: Sequence[str], seen: Observations) -> tuple[bool, list[Action]]:
-        """Return whether it is known which members and leavers are cut off, and the actions that end them or find it out."""
+        """Return whether it is known which members and leavers are cut off, and the actions to take: end them, or probe further."""
         leavers = [w for w in seen.leavers if not seen.workers.doomed(w)]
         cut, do = self._cut_off(world, living, leavers, seen)
         if cut is not None and any(isinstance(one, actions.End) for one in do):
@@ -144,6 +145,6 @@ class FailureDetector:
 
 
 def network(seen: Observations, workers: Sequence[str]) -> Network:
-    """Return the present view of the connections' ends."""
+    """Return the view of these ``workers`` that the connectivity policy needs."""
     infos = {worker: info for worker in workers if (info := seen.workers.info(worker)) is not None}
     return Network(infos, seen.workers.silent(0.0), seen.now)

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from vescale_ray.workers.messages import Ticket, WorkerPhase, WorkerReport
 
 LEAST_S = 1.2
-"""Least bound, in seconds without a heartbeat, however fast the steps are. With it, a hung worker is ended within 2 s."""
+"""Smallest bound, in seconds without a heartbeat, however fast the steps are. With it, a hung worker is ended within 2 s."""
 FACTOR = 1.8
 """The bound as a multiple of the longest of the last steps. With 1.8, a hung worker is found and ended within 3 times that step."""
 STEPS, FIRST = 2, 3.0
@@ -107,7 +107,7 @@ class HangWatch:
             a file system, for example), they are hung after twice this time. Some may wait in a collective after all, since that is not
             visible on an accelerator; its timeout must come first.
         replaced: whether another worker takes the place of one that trained alone.
-        slow_steps: numbers of steps in which a worker may answer nothing for longer than other steps take. Their bound is ``patience_s``.
+        slow_steps: numbers of the steps in which a worker may be silent for longer than other steps take. Their bound is ``patience_s``.
     """
 
     fixed: float | None = None

@@ -38,7 +38,7 @@ class _Swap:
 
 
 class Stragglers:
-    """Values in, events and decisions out. ``now`` is in seconds of a monotonic clock.
+    """Decides which slow workers to report and which one to replace. ``now`` is in seconds of a monotonic clock.
 
     Args:
         capacity: largest number of workers that the cluster can place; None: unknown.

@@ -33,7 +33,7 @@ from vescale_ray.controller.state.snapshot import (
 )
 
 MOST_RANKS = 256
-"""Most ranks for which a per-worker family has one series each."""
+"""Maximum number of ranks for which a per-worker family has one series each."""
 EXTREMES = 8
 """In a larger run, the number of ranks shown with the lowest values, and with the highest."""
 QUANTILES = (0.5, 0.9, 0.99)

@@ -32,7 +32,8 @@ MAX_BODY = 65536
 KNOWN_S = 8.0
 """Longest wait of a scrape for a restarted controller to read its lines. Prometheus' own timeout is 10 s by default."""
 MOST_CONNECTIONS = 64
-"""Most open connections. Each takes a thread and a file of the controller. A scrape takes milliseconds, and Prometheus needs one."""
+"""Maximum number of open connections. Each takes a thread and a file of the controller. A scrape takes milliseconds, and Prometheus needs
+one."""
 VISITS = 4
 """Scrapes remembered per client."""
 Control = Callable[[str, dict[str, Any]], dict[str, Any]]

@@ -49,9 +49,9 @@ class RunProgress:
 
 
 class Autoscaling:
-    """Values in, decisions and events out. ``now`` is in seconds of a monotonic clock.
+    """Decides when the run grows, and which places to ask for. ``now`` is in seconds of a monotonic clock.
 
-    ``whole`` returns the most of a number of workers that can train together (:meth:`vescale_ray.config.RunConfig.whole`).
+    ``whole`` returns how many of a number of workers can train together (:meth:`vescale_ray.config.RunConfig.whole`).
     """
 
     def __init__(self, elastic: ElasticSection, whole: Callable[[int], int] = int) -> None:

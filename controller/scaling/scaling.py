@@ -1,7 +1,7 @@
 """Scale a generation that runs as it should: hire and dismiss workers, and ask the generation to stop at a step boundary.
 
 The control loop asks this policy in every round while all members train. Once no member is in the generation any more, the loop decides
-what follows. Values in, actions out.
+what follows. The policy takes values, and returns actions.
 """
 
 from __future__ import annotations
@@ -238,8 +238,8 @@ class Scaling:
         return fine, do
 
     def free_hemmed(self, avoid: frozenset[str], seen: Observations) -> list[Action]:
-        """Replace workers that have no place yet and exclude a node which is no longer among those to ``avoid``. Ray fixes the excluded
-        nodes of a worker when it is hired."""
+        """Replace the workers without a place that exclude a node which is no longer to ``avoid``. Ray fixes a worker's excluded nodes when
+        it is hired."""
         hemmed, places = seen.workers.hemmed(avoid), seen.workers.places
         if not hemmed:
             return []
@@ -248,8 +248,8 @@ class Scaling:
         return [actions.Wish(len(places.wishes), avoid), *map(actions.Dismiss, unplaced), *self._hire(len(unplaced), avoid, seen.now)]
 
     def _lets_one_be_written(self, world: World, seen: Observations) -> bool:
-        """Return whether the change waits for the checkpoint that is being written. The end of the generation would abandon it. If one
-        change followed the other, no checkpoint would ever be completed."""
+        """Return whether the change waits for the checkpoint that is being written, which the end of the generation would abandon. Without
+        such waits, frequent changes would abandon every checkpoint."""
         last_s = seen.stats.checkpoints.seconds
         reports = [seen.workers.report(worker) for worker in world.members]
         if not seen.saving and not any(report is not None and report.writing for report in reports):

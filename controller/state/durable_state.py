@@ -48,7 +48,7 @@ class DurableState:
         actions_done: scheduled actions that were carried out.
         stop_reason: why the run is being stopped; None: it is not.
         steps_before: steps that earlier starts of the run had completed.
-        highest_step: most steps that were ever completed.
+        highest_step: largest number of steps that were ever complete.
         crashes, node_losses, controller_restarts: failures in a row without progress (``budget.Budget``).
         failures: all failures of this start of the run, by cause.
         counted_generation: newest generation whose failure is counted in these fields.

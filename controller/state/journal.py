@@ -16,8 +16,8 @@ from vescale_ray.runfolder import RunFolder
 _log = logging.getLogger(__name__)
 
 MOST_WAITING = 2_500_000
-"""Most values of lines that wait in memory for the disk; beyond that, the oldest lines are lost. A value takes about 100 bytes. A line of
-1,000 ranks has some thousand values."""
+"""Maximum number of values of lines that wait in memory for the disk; beyond that, the oldest lines are lost. A value takes about 100
+bytes. A line of 1,000 ranks has some thousand values."""
 TELL_S = 20.0
 """If a disk does not answer for this long, a warning is given. A disk that is only busy, as a shared one may be, answers sooner."""
 

@@ -22,7 +22,7 @@ from vescale_ray.controller.state.run_stats import evaluated_sets
 from vescale_ray.errors import one_line
 
 MOST_WAITING = 10_000
-"""Most entries that wait for slow loggers. Beyond that, new ones are left out."""
+"""Maximum number of entries that wait for slow loggers. Beyond that, new ones are left out."""
 FLUSH_S = 5.0
 """Pause between two flushes."""
 _LARGEST = 3.4028234e38
@@ -43,7 +43,7 @@ class LoggedFigures:
     """Figures of the state after ``step`` steps, by their tags.
 
     Attributes:
-        undone: if it is the first entry of a start, figures of this step and later steps are of an earlier start, which went further.
+        undone: first step whose earlier figures are void, because this start repeats it. Only the first entry of a start uses it.
         when: seconds since the epoch.
     """
 

@@ -38,7 +38,7 @@ class Rescale:
         return cls(*about).spent(event.get("phases") or {})
 
     def spent(self, phases: Mapping[str, float]) -> Rescale:
-        """Return this rescale with more seconds in some phases."""
+        """Return a copy of this rescale, with seconds added to some phases."""
         total = {phase: self.phases.get(phase, 0.0) + max(0.0, float(seconds)) for phase, seconds in phases.items()}
         return replace(self, phases={**self.phases, **total})
 

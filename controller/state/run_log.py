@@ -75,7 +75,7 @@ class RunLog:
         return event
 
     def _follows(self) -> dict[str, Any]:
-        """Return the sequence fields of the next line: its number, and the time published as lost since the line before."""
+        """Return the next line's sequence number, and the end of the time published as lost, if that is later than the last line's."""
         late = {"lost_until": self._told_until} if self._told_until > self.stats.goodput.until else {}
         return {**late, "seq": self.stats.sequence + 1}
 

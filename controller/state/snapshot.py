@@ -76,7 +76,7 @@ class Snapshot:
         draining: members whose node is about to go.
         unprotected: ranks without a copy of their shards on another node. The loss of their node would lose all steps since the checkpoint.
         spares, spares_target: warm workers beside those that train; how many are wanted.
-        places_wanted: places that Ray's autoscaler is shown as wanted.
+        places_wanted: places asked of Ray's autoscaler.
         rescales: count by (direction, reason).
         rescale_phase_seconds: seconds spent in each phase of the rescales.
         worker_failures: count by reason.

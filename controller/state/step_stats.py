@@ -74,7 +74,7 @@ class StepStats:
     Attributes:
         before: steps that an earlier start of the run had completed.
         executed: steps ever executed, replayed ones included.
-        highest: most steps that were complete at a time.
+        highest: largest number of steps that were complete at a time.
         replayed: steps of ``before`` that were done again.
         last: the line of the newest step, without its mappings, such as values by rank.
         recent: step, end time, loss, workers and seconds of each of the newest :data:`LEAST` lines.

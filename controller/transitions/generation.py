@@ -211,7 +211,7 @@ class Generations:
 
 
 def _unless_starved(accused: Iterable[str], seen: Observations) -> list[Action]:
-    """Return the question that comes before the end of workers that are accused of standing still: did their machine let them run?"""
+    """Return the question to ask before hung workers are ended: for how long did they get no processor?"""
     unasked = tuple(w for w in accused if w not in seen.starved)
     return [actions.AskStarved(unasked)] if unasked else []
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 GAP_S = 0.6
-"""Most time that counts between two reads. The control loop reads the clock several times as often."""
+"""Longest time that counts between two reads. The control loop reads the clock several times as often."""
 
 
 class AwakeClock:

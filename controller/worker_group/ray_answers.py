@@ -36,8 +36,8 @@ class Reaching:
 
 
 def answer_of(ref: Any, timeout_s: float) -> Any:
-    """Return the supervisor's answer, within ``timeout_s``. If this process stood still meanwhile (a frozen container), the time is over
-    before the answer was read. So this function tries once more."""
+    """Return the supervisor's answer, within ``timeout_s``. A frozen process (a stopped container) reads nothing until its time is over, so
+    the function tries once more."""
     try:
         try:
             return ray.get(ref, timeout=timeout_s)

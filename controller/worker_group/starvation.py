@@ -16,7 +16,7 @@ SLOW_S, SLOWER, SLOWEST_S = 0.1, 10, 5.0
 """If other workers of a machine answer more than ``SLOW_S`` late (hundredths of it are usual), a silent worker there gets more time:
 ``SLOWER`` times their lateness, at most ``SLOWEST_S``. Its answer passes through about ``SLOWER`` processes."""
 LOOKS = 8
-"""Most nodes that :func:`excused` asks. If workers of more nodes are silent, the reason is not a slow machine."""
+"""Maximum number of nodes that :func:`excused` asks. If workers of more nodes are silent, the reason is not a slow machine."""
 
 
 def excused(members: Mapping[str, Member], workers: Collection[str], starved: Any, call_s: float) -> dict[str, float]:

@@ -374,8 +374,8 @@ def supervisor_name(run_id: str) -> str:
 
 
 def give_places_back(name: str, run_id: str) -> None:
-    """Remove the placement groups that a run's supervisor has left if it could not close. Ray removes them only with the driver's job, and
-    the driver's process may have more to do."""
+    """Remove the placement groups of a run whose supervisor could not close. Ray removes them only when the driver's job ends, and the
+    driver's process may go on."""
     for found in placement_group_table().values():
         if found["state"] != "REMOVED" and str(found["name"]).startswith(_tag(name, run_id) + ":"):
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(found["placement_group_id"]))))

@@ -159,7 +159,8 @@ class WorkerGroup:
         """Count ``worker``, which could not be ended, and all silent workers of its node as lost, because the node does not answer. Ray
         reports their loss many seconds later, and the next generation would wait for them.
 
-        Answers that came while this process waited for the node are looked for, so ``time.monotonic`` suffices to measure the silence."""
+        The method looks for answers that came while this process waited for the node, so ``time.monotonic`` suffices to measure the
+        silence."""
         quiet = time.monotonic() - SILENT_S - POLL_WAIT_S
         for other, member in self.members.items():
             there = member.info is not None and member.info.node == node
@@ -219,7 +220,7 @@ class WorkerGroup:
         return member.report if member else None
 
     def stale(self, worker: str) -> bool:
-        """Return whether a worker's last report may be older than its last order, and so not say what the worker does now."""
+        """Return whether a worker's last report may be older than its last order, and therefore does not say what the worker does now."""
         member = self.members.get(worker)
         return member is not None and member.told <= member.ordered
 

@@ -54,7 +54,7 @@ class CommandGroup(click.Group):
 
 
 def option_told(error: click.NoSuchOption) -> str | None:
-    """Return the sentence for an option that is a key of the configuration, if the command takes keys; else None."""
+    """Return the error for an unknown option that is a key of the configuration, if the command takes keys; else None."""
     from vescale_ray.config.peers import our_key
 
     if error.ctx is None or not any("KEY=VALUE" in (parameter.metavar or "") for parameter in error.ctx.command.params):

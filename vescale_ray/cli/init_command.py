@@ -101,7 +101,7 @@ def init(
 
 
 def _warn_of_missing(corpora: tuple[str, ...]) -> None:
-    """Tell of data that this machine lacks. The workers may have it."""
+    """Warn of data that this machine lacks. The workers may have it."""
     from vescale_ray.data.files import find_files
 
     for corpus in corpora:

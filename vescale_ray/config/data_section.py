@@ -31,7 +31,7 @@ TokenType = Literal["uint16", "uint32"]
 
 
 class SourceSection(Section):
-    """A corpus beside others. What is null is as in the section ``data``."""
+    """One corpus of several. A key that is null has the value of the section ``data``."""
 
     corpus: Annotated[str | list[str], BeforeValidator(_one_or_more)]
     format: Format | None = None

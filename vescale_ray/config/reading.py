@@ -18,7 +18,7 @@ from vescale_ray.config.run_config import RunConfig
 from vescale_ray.config.sections import ConfigError
 
 _SHOWN = 4
-"""Most wrong keys that an error names. A job file of another trainer has many."""
+"""Maximum number of wrong keys that an error names. A job file of another trainer has many."""
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -55,7 +55,7 @@ def sections() -> Iterator[tuple[str, type[BaseModel]]]:
 
 
 def nested(field: FieldInfo | None) -> type[BaseModel] | None:
-    """Return the model of a key that holds keys of its own, or null (``metrics.wandb``); None for other keys."""
+    """Return the pydantic model of a key that contains further keys, such as ``metrics.wandb``; None for other keys."""
     kinds: tuple[Any, ...] = get_args(field.annotation) if field is not None and isinstance(field.annotation, UnionType) else ()
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 

@@ -83,8 +83,7 @@ class RunConfig(Section):
         return grid_of(self.train.sharding, self.train.expert_parallel, workers)
 
     def whole(self, workers: int) -> int:
-        """Return the most of ``workers`` workers that can train together: those of whole replicas, or whole groups that share the
-        experts."""
+        """Return how many of ``workers`` workers can train together: they form whole replicas, or whole groups that share the experts."""
         return self.grid(workers).size
 
     @property

@@ -73,7 +73,7 @@ class CompletionSettings(Section):
 
 
 class EarlyStop(Section):
-    """When to stop before the last step."""
+    """Rule for a stop before the last step."""
 
     patience: Count = Field(description="number of evaluations in a row without a better loss after which the run stops")
     metric: str = Field(default="heldout_loss", description="the loss: heldout_loss, or that of a set of data.eval, for example wiki_loss")
@@ -217,7 +217,7 @@ class ElasticSection(Section):
 
     workers: Count = Field(default=3, description="workers to start with")
     min_workers: Count = Field(default=1, description="fewest workers that train; below it the run fails")
-    max_workers: int | None = Field(default=None, ge=1, description="most workers; null: as many as slots")
+    max_workers: int | None = Field(default=None, ge=1, description="largest number of workers; null: as many as slots")
     snapshot_every: CountOrZero = Field(default=1, description="steps between copies of each shard in another worker's memory; 0: none")
     start_timeout_s: Positive = Field(
         default=180.0,
@@ -260,7 +260,7 @@ class ElasticSection(Section):
         "also after a loss",
     )
     grow_after_s: PositiveOrZero = Field(default=10.0, description="seconds for which capacity must have been free without a break")
-    grow_gap_s: PositiveOrZero = Field(default=60.0, description="least seconds between two growths")
+    grow_gap_s: PositiveOrZero = Field(default=60.0, description="shortest time between two growths, in seconds")
     demand: CountOrZero = Field(
         default=0,
         description="with grow: number of workers for which places are requested from Ray's autoscaler at a time, up to the limit of grow; "
@@ -301,8 +301,8 @@ class CheckpointSection(Section):
     every: Annotated[int | Literal["auto"], BeforeValidator(_steps_or_auto)] = Field(
         default=100, description="steps between checkpoints; 0: only after the last step; auto: from their cost and the rate of failures"
     )
-    auto_min_s: Positive = Field(default=30.0, description="every = auto: least seconds between checkpoints")
-    auto_max_s: Positive = Field(default=3600.0, description="every = auto: most seconds between checkpoints")
+    auto_min_s: Positive = Field(default=30.0, description="every = auto: shortest time between checkpoints, in seconds")
+    auto_max_s: Positive = Field(default=3600.0, description="every = auto: longest time between checkpoints, in seconds")
     mtbf_hours: Positive = Field(
         default=24.0, description="every = auto: expected hours between failures; observed failures outweigh it with time"
     )

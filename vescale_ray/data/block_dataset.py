@@ -24,9 +24,9 @@ from vescale_ray.data.token_files import TokenFile
 from vescale_ray.errors import BadInput
 
 BLOCK_TOKENS = 1 << 20
-"""Least tokens of a block, unless its file ends. A window of blocks must be larger than the batch, and fit into memory."""
+"""Minimum number of tokens of a block, unless its file ends. A window of blocks must be larger than the batch, and fit into memory."""
 BLOCK_SAMPLES = 64
-"""Least samples of a block, so that the unused rest is below 1 %."""
+"""Minimum number of samples of a block, so that the unused rest is below 1 %."""
 
 _CHECKED = 4
 """Blocks that are read before a run."""
@@ -43,7 +43,7 @@ class BlockDataset:
     Args:
         files: at least one.
         name: the path, glob or URL by which the files were found, for messages.
-        least: least number of tokens of a block, as :func:`block_tokens`.
+        least: minimum number of tokens of a block, as :func:`block_tokens`.
         window: blocks whose samples are shuffled together.
         keys: other values that identify the tokens, by configuration key.
         end_token: token that ends each document, if it is known.

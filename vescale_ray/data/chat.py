@@ -254,9 +254,9 @@ class ChatTemplate:
         return start, start + len(kept) if kept.endswith(self._special) else end
 
     def _changed_end(self, text: str, start: int, through: str, said: str) -> int:
-        """Return the end of a turn in ``text``, if ``text`` renders the turn differently from ``through``; -1 if it can't be found.
-
-        ``through`` is the conversation rendered up to this turn. As its last turn, it may have a reasoning or another ending."""
+        """Return the end of a turn in ``text`` if ``text`` and ``through`` render the turn differently; -1 if it can't be found.
+        ``through`` is the conversation rendered up to this turn. A template may render a last turn with its reasoning, or with another
+        ending."""
         for place in range(start, len(through)):
             if text.startswith(through[place:], start) and through[place:].rstrip().endswith(self._special):
                 return start + len(through) - place

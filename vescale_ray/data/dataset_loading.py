@@ -58,7 +58,7 @@ def load_dataset(keys: DataSection, least: int | None = None, given: Any = None)
     """Open the data set, check its files and count their tokens.
 
     Args:
-        least: least number of tokens of a block; None: :func:`vescale_ray.data.block_dataset.block_tokens`.
+        least: minimum number of tokens of a block; None: :func:`vescale_ray.data.block_dataset.block_tokens`.
         given: an object of the caller that takes the place of files.
 
     Raises:
@@ -78,7 +78,7 @@ def load_dataset(keys: DataSection, least: int | None = None, given: Any = None)
 
 
 def load_eval_sets(keys: DataSection, trained: Dataset) -> dict[str, Dataset]:
-    """Open the evaluation sets of ``data.eval``, by name. All their samples are training samples of their sources.
+    """Open the evaluation sets of ``data.eval``, by name. Nothing is held out, so all samples of a set are its training samples.
 
     Args:
         trained: the data set of the run.

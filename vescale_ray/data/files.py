@@ -184,7 +184,7 @@ def _find(spec: str) -> Iterator[DataFile]:
 
 
 def _check_answers(fs: Any, path: str) -> None:
-    """Raise the error of a storage that does not answer, as HTTP's counts as one without the file."""
+    """Raise the connection error if the storage does not answer. fsspec's HTTP file system reports that as a missing file."""
     try:
         fs.info(path)
     except FileNotFoundError as error:

@@ -7,7 +7,7 @@ and how many samples that source has given before. So the state of a mixture is 
     source             a   b   a   c   a   b   a   b   a   c
     position in it     0   0   1   0   2   1   3   2   4   1     an epoch of a source ends when its own samples are used up
 
-The ids of all sources follow each other, those of the training samples and those of the held-out ones.
+Ids number the training samples of all sources, one source after another. Ids of held-out samples do the same.
 """
 
 from __future__ import annotations

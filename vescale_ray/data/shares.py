@@ -24,7 +24,7 @@ from vescale_ray.data.stream import Ids
 from vescale_ray.errors import BadInput
 
 LONGEST = 100_000
-"""Most positions of a period. Weights with a larger common denominator are rounded to this part of their sum."""
+"""Maximum number of positions of a period. Weights with a larger common denominator are rounded to this part of their sum."""
 
 
 class Shares:

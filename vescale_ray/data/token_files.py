@@ -15,7 +15,7 @@ from vescale_ray.data.stream import Ids
 from vescale_ray.errors import BadInput
 
 _HEADER = 1 << 16
-"""Most bytes of the header of a file of numpy."""
+"""Maximum number of bytes of the header of a file of numpy."""
 _LLM_C = {20240520: "uint16", 20240801: "uint32"}
 """Type of the tokens in a file of llm.c, by the first of the 256 int32 words of its header. The third word is the number of tokens."""
 _HALVES = 4

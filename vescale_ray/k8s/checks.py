@@ -28,7 +28,7 @@ BOUNDS = {
     "head_memory": ("1Gi", "64Ti"),
     "volume_size": ("1Gi", "1048576Ti"),
 }
-"""Least and largest size of an option: below the least nothing starts, and no node or volume has more than the largest."""
+"""Smallest and largest size of an option: below the smallest nothing starts, and no node or volume has more than the largest."""
 LONGEST_DRAIN_S, LEAST_DEADLINE_S = 86_400, 60
 LONGEST = {"job": ("RayJob", 47), "cluster": ("RayCluster", 53)}
 """Longest names: the operator appends to them, and a Service's name has 63 characters."""

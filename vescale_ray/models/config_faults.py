@@ -62,7 +62,7 @@ def misfit(path: Path) -> str | None:
 
 
 def _at_fault(key: str, value: Any, error: BaseException, text: str) -> bool:
-    """Return whether the error is hardly about another key."""
+    """Return whether the error is most likely about this key."""
     name = key.rpartition(".")[2]
     match error:
         case ZeroDivisionError():

@@ -249,7 +249,7 @@ class MoE(nn.Module):
     """
 
     shortest_input = 1
-    """Least number of tokens in a sequence; a worker without a slot in a round computes on such a sequence."""
+    """Minimum number of tokens in a sequence; a worker without a slot in a round computes on such a sequence."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()

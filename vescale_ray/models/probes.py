@@ -93,9 +93,10 @@ class _Attention(TorchFunctionMode):
 
 
 def masks_documents(model: nn.Module, trial: Trial) -> bool:
-    """Return whether the layers of transformers' ``model`` keep documents apart if they get the positions, as in ``trial``.
+    """Return whether transformers' ``model`` keeps the documents of a sequence apart, given their positions. ``trial``: a forward with
+    positions.
 
-    Layers with a state, such as Mamba's, do not. Not every architecture hands the positions to transformers' mask functions.
+    Layers with a state, such as Mamba's, do not, nor architectures that do not pass the positions to transformers' mask functions.
     """
     return not _has_states(model) and bool(trial.masks) and trial.masks[0][1]
 

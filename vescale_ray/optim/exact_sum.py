@@ -23,7 +23,7 @@ from vescale_ray.optim.agree import largest_of_ranks
 
 _BITS, _LEVELS = 28, 2
 _CHUNK = 1 << 16
-"""Elements per chunk. A chunk stays in the cache in FP64, and 2^16 multiples below 2^28 add up exactly."""
+"""Number of elements per chunk. A chunk stays in the cache in FP64, and 2^16 multiples below 2^28 add up exactly."""
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGroup], device: torch.device) -> torch.Tensor:

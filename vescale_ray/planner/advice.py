@@ -44,7 +44,7 @@ def advise(
     """Try the levers, the cheapest first, until the padding is below :data:`GOAL`; if none is enough, look for remedies.
 
     Args:
-        most_layers: the most layers per unit that are tried; gathered parameters take memory in proportion.
+        most_layers: largest number of layers per unit that are tried; gathered parameters take memory in proportion.
         strided: the model tolerates experts that are strided views.
 
     Cost: up to 16 plans of the unit, and as many for each remedy that is tried.
@@ -76,7 +76,7 @@ def advise(
 
 
 def _first(unit: UnitShape, num_shards: int, blocks: Blocks, dtype: torch.dtype, layers: range, strided: bool) -> Advice:
-    """Return the first lever below the goal, or else the best one. At least one of ``layers`` is tried, even if the unit has fewer."""
+    """Return the plan of the first lever whose padding is below the goal; if there is none, the plan with the least padding."""
     best: UnitPlan | None = None
     for lever in _levers(unit, blocks, layers, strided):
         plan = plan_unit(unit, num_shards, blocks, dtype=dtype, lever=lever)

@@ -48,7 +48,7 @@ class Policy:
         blocks: the block requirement; None: the one that the optimizer and the dtype need.
         staging: bytes of each of the two buffers in which a reduction casts gradients; None: the engine's default.
         strided: the model tolerates experts that are strided views.
-        most_layers: the most layers per unit.
+        most_layers: largest number of layers per unit.
         reserve: fraction of the device's memory that is left free (context, fragmentation, communication library).
         expert_parallel: neighbouring ranks that share the experts of a layer (``train.expert_parallel``). Experts are then units of their
             own, inside those of their layers, so that a unit has one layer.

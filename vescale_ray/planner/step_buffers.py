@@ -22,7 +22,7 @@ import torch
 from vescale_ray.errors import BadInput
 
 STAGING_BYTES = 64 << 20, 512 << 20
-"""Least and most bytes of each of the two staging buffers in which a reduction casts gradients."""
+"""Minimum and maximum number of bytes of each of the two staging buffers in which a reduction casts gradients."""
 STAGING_CHUNKS = 6
 """Number of chunks in which a reduction casts gradients, between these limits.
 

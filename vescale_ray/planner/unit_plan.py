@@ -121,7 +121,7 @@ class UnitPlan:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of each rank's parts of all buffers."""
+        """Number of elements of each rank's parts of all buffers."""
         return sum(b.shard_numel for b in self.buffers)
 
     @property

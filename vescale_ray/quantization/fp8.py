@@ -39,7 +39,7 @@ LARGEST = 448.0
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal FP32 number. It keeps divisors normal on devices that flush subnormal numbers to zero."""
 CHUNK_NUMEL = {"cpu": 1 << 17}
-"""Elements that are processed at a time, at least one band, by device type: temporaries then stay in a CPU core's cache."""
+"""Number of elements that are processed at a time, at least one band, by device type: temporaries then stay in a CPU core's cache."""
 _OTHER_CHUNK = 1 << 24
 _EXPONENT = 0x7F800000
 _NO_SIGN_COPY = ~0x4000

@@ -27,9 +27,9 @@ from vescale_ray.block_grid import Grid, Region
 from vescale_ray.geometry import Block
 
 AREA = 16384
-"""Elements of the largest tile that a program keeps in registers."""
+"""Number of elements of the largest tile that a program keeps in registers."""
 SMALL_AREA = 8192
-"""Elements of a program that handles several tiles."""
+"""Number of elements of a program that handles several tiles."""
 _FIELDS = 8
 """Numbers of a region in a table: the offsets of values, codes, scales and known magnitudes, rows, cols, columns, number of tiles."""
 

@@ -30,7 +30,7 @@ does not make a straggler."""
 FIRST = 2
 """Leading steps of a generation that are ignored: they compile, allocate and fill caches."""
 GAIN = 0.1
-"""Least relative gain in step time for which slots are reassigned."""
+"""Smallest relative gain in step time for which slots are reassigned."""
 PATIENCE, LONGEST = 2, 64
 """Windows between two reassignments. The number doubles with each one, up to a factor of ``LONGEST``. If ranks take turns at being slow,
 slots move less and less often."""

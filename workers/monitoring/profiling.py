@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vescale_ray.workers.monitoring.heartbeat import Heartbeat
 
 MOST_ALLOCATIONS = 100_000
-"""Most allocations and frees that a memory snapshot tells of, with their stacks: the newest."""
+"""Maximum number of allocations and frees that a memory snapshot tells of, with their stacks: the newest."""
 WRITE_S = 60.0
 """Longest wait for the files at the end of a generation, after which the process may end."""
 

@@ -78,8 +78,8 @@ class Connections:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude sockets opened inside the block, within :meth:`recorded`, since the group opens none there. :meth:`cut` breaks nothing
-        meanwhile: the block must end by itself for the same reason.
+        """Do not record sockets that are opened inside the block, which stands within :meth:`recorded`: none of them is the group's.
+        :meth:`cut` breaks nothing meanwhile, so the block must end by itself.
 
         Raises:
             RuntimeError: :meth:`cut` was called meanwhile.

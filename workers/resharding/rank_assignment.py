@@ -205,7 +205,7 @@ def even(before: int, after: int) -> Overlap:
 
 
 def assign(cost: Weights) -> list[int]:
-    """For each row its column, so that the sum of the costs is least. Kuhn-Munkres algorithm with potentials, O(n^3)."""
+    """Return the column of each row, so that the sum of the costs is least. Kuhn-Munkres algorithm with potentials, O(n^3)."""
     count = len(cost)
     nothing = np.iinfo(np.int64).max // 4
     rows, columns = np.zeros(count + 1, dtype=np.int64), np.zeros(count + 1, dtype=np.int64)  # potentials; the last column is a dummy

@@ -38,7 +38,7 @@ _DIGEST_BYTES = 16
 """8 bytes of xxh3 and 8 bytes of padding, so that the message after it stays aligned."""
 
 DIRECT_BYTES = 64 << 10
-"""Least size, in bytes, of a move with a message of its own. A message costs as much as packing and unpacking about this many bytes."""
+"""Smallest size, in bytes, of a move with a message of its own. A message costs as much as packing and unpacking about this many bytes."""
 
 
 class TransferCorrupt(GroupFailed):

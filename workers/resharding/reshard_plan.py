@@ -16,7 +16,7 @@ from vescale_ray.geometry import Extent, FlatSpace, Route, routes
 from vescale_ray.workers.resharding.shards import Strip, aligned, dtype_of
 
 ROUND_BYTES = 256 << 20
-"""Most bytes that a rank sends, or receives, in one round. It bounds the extra memory of a move for any model size."""
+"""Maximum number of bytes that a rank sends, or receives, in one round. It bounds the extra memory of a move for any model size."""
 
 
 class ReshardError(ValueError):
@@ -117,7 +117,7 @@ def _alike(participants: Sequence[Sequence[Strip]]) -> bool:
 
 
 def _apart(participants: Sequence[Sequence[Strip]]) -> list[list[Strip]]:
-    """Return the strips split so that each has one kind."""
+    """Split the strips so that each has one kind."""
     return [[strip._replace(kinds=(kind,)) for strip in strips for kind in strip.kinds] for strips in participants]
 
 

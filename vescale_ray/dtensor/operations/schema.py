@@ -89,7 +89,7 @@ def refuse_leaf(op: Any, value: Tensor, meets: str) -> None:
 
 
 def plain_meets(op: Any, value: Tensor, what: str) -> ValueError:
-    """Return the error for a plain tensor with dimensions beside a distributed one: it may be a whole tensor or this rank's part."""
+    """Return the error for a plain tensor among distributed operands: it may be a whole tensor or this rank's part."""
     mark = getattr(value, GATHERED_OF, None)
     parameter = mark[0]() if mark else None
     if parameter is not None:

@@ -8,7 +8,7 @@ is freed and allocated again:
 - On an accelerator the memory comes from torch's caching allocator on the gather stream, and returns there on reshard. Nothing else is
   allocated on that stream, so the next buffer of the same size gets the same block. An event of its last use, instead of
   ``record_stream``, tells when it may be overwritten (``freed.py``). Gradient buffers come from there, too. Their memory returns when the
-  reduce-scatter has started (:meth:`Pool.lend`): who gets it waits for the end. The root's buffers live for a whole step and have other
+  reduce-scatter has started (:meth:`Pool.lend`): its next user waits for the end. The root's buffers live for a whole step and have other
   sizes, so they would cut blocks of the units in two: they come from the compute stream's memory (``apart``).
 - In host memory a buffer is an address range, and its pages move: the next range to be gathered takes over the pages of a released one
   (``mremap``, 0.1 ms for 200 MiB). So they need not be zeroed and faulted in again. On a 2-core virtual machine new small pages are written

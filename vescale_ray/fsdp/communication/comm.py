@@ -37,7 +37,7 @@ class Done:
 
 
 class Works:
-    """Operations of ``lane`` in a process group. In a CPU process group the group's timeout bounds each wait."""
+    """Running collectives of a process group, started on ``lane``. On the CPU the group's timeout bounds each wait."""
 
     __slots__ = ("_lane", "_works")
 

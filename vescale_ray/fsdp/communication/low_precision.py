@@ -25,7 +25,7 @@ from vescale_ray.compat.fsdp import ReduceScatter
 from vescale_ray.quantization.fp8 import LARGEST, SMALLEST_SCALE, round_stochastically
 
 BLOCK = 128
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 Wire = Literal["fp8", "bfloat16"]
 
 
@@ -38,7 +38,7 @@ class LowPrecisionReduceScatter(ReduceScatter):
     Args:
         wire: ``"fp8"`` or ``"bfloat16"``.
         stochastic: round at random to one of the two nearest numbers, in proportion to their distance; otherwise to the nearest.
-        seed: of the random numbers. Each rank has its own, and none of torch's generators changes.
+        seed: seed of the random numbers. Each rank has its own, and none of torch's generators changes.
 
     Raises:
         ValueError: there is no such wire.

@@ -63,9 +63,8 @@ class Delivery:
             self._held.update(index for index, param in enumerate(self.params) if param.sharded.requires_grad)
 
     def used(self, counted: set[int], *, asks: bool, delivers: bool) -> list[int]:
-        """Return the parameters whose gradients a reduction delivers at once: those ``counted`` on this rank, or all if no rank ``asks``.
-
-        ``delivers``: whether the reduction includes everything that was held.
+        """Return the parameters whose gradients a reduction delivers at once: those that this rank ``counted``, or all if the ranks do not
+        exchange their uses (``asks``). ``delivers``: whether the reduction includes all gradients that were held back.
         """
         used = [index for index in (sorted(counted) if asks else range(len(self.params))) if self.expects(index)]
         if asks:

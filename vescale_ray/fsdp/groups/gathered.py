@@ -123,9 +123,8 @@ class GatheredBuffer:
             self.buffer.invalidate()
 
     def may_hide(self, memory: object) -> bool:
-        """True if the all-gather under way has its pointers, so that the storages of ``memory`` may become invalid. It keeps ``memory``.
-
-        It lacks them if it runs later on a thread: a collective of a CPU process group that is not pairwise.
+        """Return True if the running all-gather already has its addresses, so that torch may refuse reads of ``memory``, which it keeps
+        alive. It lacks them if a thread runs it later, as the collectives of CPU process groups that are not pairwise.
         """
         if isinstance(self._pending, Messages):
             self._pending.keep(memory)

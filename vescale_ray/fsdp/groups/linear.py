@@ -25,7 +25,7 @@ _FORWARD, _LINEAR = nn.Linear.forward, F.linear
 """Torch's own, which programs replace (fake quantization, fused kernels)."""
 
 LEAST_NUMEL = 1 << 16
-"""Elements of a weight from which a saved pass is worth the time of a Python autograd function (about 20 us)."""
+"""Number of elements of a weight from which a saved pass is worth the time of a Python autograd function (about 20 us)."""
 
 
 class GradientBuffer(Protocol):

@@ -41,10 +41,9 @@ class MasterShard:
         return self._memory.tensor(name).view(self.division.local_shape(name))
 
     def cast_to(self, part: torch.Tensor, version: tuple[int, ...], lane: Lane, name: str) -> None:
-        """Copy the shard to ``part``, this rank's part of what the all-gather receives, on ``lane``.
-
-        ``version``: the sharded parameters' version. Only if it has changed, the lane waits for the current stream's writes to them, and
-        FP8 codes are made anew. Ranks that share tiles make them anew each time, together. ``name``: the group's.
+        """Copy the shard, on ``lane``, to ``part``, this rank's part of the all-gather's result. ``version``: version of the sharded
+        parameters. If it has changed, the lane waits for the current stream's writes to them, and FP8 codes are computed again. Ranks that
+        share tiles compute them in each all-gather, together. ``name``: name of the group.
         """
         stepped = self._cast_of is None or self._cast_of[:-1] != version
         # The flat buffer's own counter also counts writes to local tensors.

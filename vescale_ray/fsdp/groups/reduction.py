@@ -27,7 +27,7 @@ from vescale_ray.planner.step_buffers import ALIGNED_BYTES, staging_bytes
 
 _LEAST_PIECE = 1 << 12
 _MOST_ROWS = 128
-"""Most rows of a chunk that are cast as a list of tensors."""
+"""Maximum number of rows of a chunk that are cast as a list of tensors."""
 
 
 def reduce_scatter(

@@ -23,14 +23,14 @@ from vescale_ray.planner.placement.layout import KeptElements
 
 
 class Division(Protocol):
-    """The interface of a group's division. ``rank`` is this rank."""
+    """Interface: how a group's buffer is divided among its ranks. ``rank`` is this rank."""
 
     layout: Layout
     """Layout of the unsharded buffer."""
     kept: KeptElements
     """Places of this rank's elements in its shard."""
     part_numel: int
-    """Elements of each rank's part of the all-gather."""
+    """Number of elements of each rank's part of the all-gather."""
     copies: bool
     """True if parts are copied into and out of the unsharded buffer."""
 
@@ -57,8 +57,8 @@ class Division(Protocol):
         ...
 
     def ranges(self, name: str) -> tuple[tuple[int, int], ...]:
-        """Return the flat elements ``[start, end)`` of each rank if the tensor is divided along its first dimensions, else counts from 0
-        on."""
+        """Return the flat elements ``[start, end)`` of each rank. If the tensor is divided along an inner dimension, the ranges only tell
+        the number of elements, rank after rank."""
         ...
 
 

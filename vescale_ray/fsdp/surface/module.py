@@ -277,9 +277,8 @@ def _no_script(self: Any) -> NoReturn:
 
 
 def _takes_state_dict(save: Callable[..., Any]) -> bool:
-    """``save_pretrained()`` has an argument ``state_dict`` (transformers), reads it from its ``**kwargs`` (peft) or passes these on.
-
-    Others (diffusers, ``PyTorchModelHubMixin``, a user's own that gathers) take the state dict themselves.
+    """Return whether ``save_pretrained()`` accepts a state dict: as an argument (transformers), or in ``**kwargs`` that it reads (peft) or
+    passes on. Other ones (diffusers, ``PyTorchModelHubMixin``, a user's own that gathers) call ``state_dict()`` themselves.
     """
     parameters = inspect.signature(save).parameters.values()
     code = inspect.unwrap(save).__code__

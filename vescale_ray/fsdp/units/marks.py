@@ -133,7 +133,7 @@ class Call(Generic[U]):
             unit.pre_backward(self)
 
     def before_base(self, grads: Any) -> None:
-        """Enter the unit: a gradient has arrived for the tensor of which an output is a view."""
+        """Enter the unit: a gradient has arrived for the base of an output that is a view."""
         if not self.consumed:
             self.enter(grads)
 

@@ -248,7 +248,8 @@ class Schedule:
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def enter_backward(self, unit: Unit, *, inside: bool = False) -> bool:
-        """Enter a unit's part of a backward; the first unit also schedules the end of the backward. ``inside``: of the unit's forward.
+        """Enter a unit's part of a backward; the first unit also schedules the end of the backward. ``inside``: the backward runs inside
+        the unit's own forward.
 
         Returns whether the unit is the first one below the root, when nearly all activations are still alive."""
         if not self._in_backward:

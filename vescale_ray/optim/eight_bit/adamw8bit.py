@@ -37,7 +37,7 @@ DEFAULT_BLOCK = 1024
 MIN_NUMEL = 4096
 """Tensors with fewer elements keep FP32 states; all such tensors of a model together are a fraction of a percent of it."""
 CHUNK_NUMEL = 1 << 17
-"""Elements that the torch path processes at a time, at least one band of blocks. Temporary memory was measured at 5 to 7 MiB for
+"""Number of elements that the torch path processes at a time, at least one band of blocks. Temporary memory was measured at 5 to 7 MiB for
 any parameter size."""
 
 _CODES = ("exp_avg_code", "exp_avg_scale", "exp_avg_sq_code", "exp_avg_sq_scale")

@@ -27,9 +27,9 @@ from vescale_ray.optim.eight_bit.adamw8bit_values import Held, Hyper
 from vescale_ray.optim.eight_bit.codec import CELL_SHIFT, root_codebook, signed_codebook
 
 ONE_PASS = 4096
-"""Elements of the largest block that is handled in one pass, and of one piece of a larger block."""
+"""Number of elements of the largest block that is handled in one pass, and of one piece of a larger block."""
 LARGE = 1 << 24
-"""Elements from which a region has its own launch, which takes a tenth less time on the device."""
+"""Number of elements from which a region has its own launch, which takes a tenth less time on the device."""
 _BLOCKS = 4
 """Blocks that a program of a shared launch handles, so that it reads its region's entry of the table less often."""
 _FIELDS = 10
@@ -175,7 +175,7 @@ class _Kind(NamedTuple):
     cols: int
     """Columns of a block; 0: the region is flat."""
     numel: int
-    """Elements of the largest block."""
+    """Number of elements of the largest block."""
     quads: bool
     """Four elements at a time lie in one block, and addresses are multiples of 16."""
 

@@ -35,7 +35,7 @@ FORMAT_VERSION = 1
 """Version of the maps and the stored format; it rises if old codes would decode to other values."""
 
 MOST_OVER = 1.25
-"""The most by which encoding may enlarge a number of m, as a factor. Decoding does not depend on it, so the format does not either."""
+"""Largest factor by which encoding may enlarge a number of m. Decoding does not depend on it, so the format does not either."""
 
 CELL_SHIFT = 17
 """Number of low bits of an FP32 number that do not select its cell."""
@@ -70,7 +70,7 @@ class Codebook:
 
     Args:
         values: FP32 [256], ascending.
-        most_over: the most by which encoding may enlarge a number, as a factor; beyond it, the value nearer to zero is taken.
+        most_over: largest factor by which encoding may enlarge a number; beyond it, the value nearer to zero is taken.
 
     Attributes:
         values: FP32 [256].

@@ -30,7 +30,7 @@ Triple = tuple[float, float, float]
 KELLER_JORDAN: Triple = (3.4445, -4.7750, 2.0315)
 
 MOST_BATCHED = 1 << 24
-"""The most elements in one batch. A larger matrix keeps any device busy by itself, and a batch would only take memory."""
+"""Maximum number of elements in one batch. A larger matrix keeps any device busy by itself, and a batch would only take memory."""
 LEAST_SIDE = 32
 """Matrices with a shorter side are batched only on request. For products of at most 16^3 multiplications, torch on a CPU uses other
 kernels (not oneDNN's), and counts those of a batch together. A batch then sometimes differs from its matrices alone: 2 % of batches

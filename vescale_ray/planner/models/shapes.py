@@ -87,7 +87,7 @@ class UnitShape:
 
     @property
     def numel(self) -> int:
-        """Elements of one layer."""
+        """Number of elements of one layer."""
         return sum(p.numel for p in self.params)
 
 

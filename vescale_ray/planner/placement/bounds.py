@@ -23,7 +23,7 @@ from vescale_ray.planner.placement.place import NOWHERE, PlacementProblem, earli
 
 _FIRST_CHUNK, _LAST_CHUNK = 64, 16384
 LIKELY = 64
-"""The most sizes that :func:`likely_sizes` returns."""
+"""Maximum number of sizes that :func:`likely_sizes` returns."""
 
 
 def lower_bound(problem: PlacementProblem) -> int:

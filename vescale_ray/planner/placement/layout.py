@@ -57,12 +57,12 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Elements in the buffer, gaps included."""
+        """Number of elements in the buffer, gaps included."""
         return math.prod(self.stored_shape)
 
     @property
     def matrix_numel(self) -> tuple[int, int]:
-        """Elements of each matrix of a stack, and the distance between the starts of two matrices in the buffer."""
+        """Number of elements from the start of one matrix of a stack in the buffer to the start of the next."""
         return self.shape[-2] * self.shape[-1], self.stored_shape[-2] * self.shape[-1]
 
     def unstored(self, position: int) -> int:
@@ -74,17 +74,17 @@ class TensorSpec:
 
     @property
     def granularity(self) -> int:
-        """Elements of the block that the caller asks for; 1 without a requirement."""
+        """Number of elements of the block that the caller asks for; 1 without a requirement."""
         return (self.block or Block.element()).numel(self.stored_shape)
 
     @property
     def period(self) -> int:
-        """Elements after which the possible cuts repeat: one matrix if its last block is shorter, else :attr:`granularity`."""
+        """Number of elements after which the possible cuts repeat: one matrix if its last block is shorter, else :attr:`granularity`."""
         return (self.block or Block.element()).period(self.stored_shape)
 
     @property
     def row_granularity(self) -> int:
-        """Elements of one row. A tensor without a block requirement is cut at rows if that costs no padding."""
+        """Number of elements of one row. A tensor without a block requirement is cut at rows if that costs no padding."""
         return max(1, min(row_numel(self.stored_shape), self.numel))
 
     @property
@@ -122,12 +122,12 @@ class Layout:
     specs: tuple[TensorSpec, ...]
     num_shards: int
     shard_numel: int
-    """Elements of each rank's part."""
+    """Number of elements of each rank's part."""
     offsets: dict[str, int] = field(hash=False)
     """Start of each tensor in the global buffer."""
     granularity: dict[str, int] = field(hash=False)
-    """Elements of each tensor's block, as planned. A shard boundary lies at a multiple of it from the start of the tensor, or of one of
-    its matrices if they end in a shorter block."""
+    """Number of elements of each tensor's block, as planned. A shard boundary lies at a multiple of it from the start of the tensor, or of
+    one of its matrices if they end in a shorter block."""
     lower_bound: int
     """Proven bound: no layout of these tensors, in any order, has a smaller shard."""
 
@@ -153,7 +153,7 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of the global buffer, padding included."""
+        """Number of elements of the global buffer, padding included."""
         return self.num_shards * self.shard_numel
 
     @cached_property
@@ -167,7 +167,7 @@ class Layout:
 
     @property
     def tensor_numel(self) -> int:
-        """Elements of all tensors, without padding and without the gaps of ``stored_rows``."""
+        """Number of elements of all tensors, without padding and without the gaps of ``stored_rows``."""
         return sum(math.prod(s.shape) for s in self.specs)
 
     @property

@@ -22,7 +22,7 @@ class Kinds:
     empty: tuple[int, ...]
 
     MOST_STATES: ClassVar[int] = 1 << 14
-    """The most states for which all orders are searched."""
+    """Maximum number of states for which all orders are searched."""
 
     @classmethod
     def of(cls, problem: PlacementProblem) -> Kinds:
@@ -72,7 +72,7 @@ class Proof:
 
 
 WORK = 4_000_000
-"""The most state-kind-size triples that the search over all orders may cost (about 0.1 s); real units need 1e3 to 1e6."""
+"""Maximum number of state-kind-size triples that the search over all orders may cost (about 0.1 s); real units need 1e3 to 1e6."""
 FEW = 8
 """Up to this many tensors, the search over all orders has no limit."""
 

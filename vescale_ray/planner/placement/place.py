@@ -28,7 +28,8 @@ class PlacementProblem:
     """Distance between possible cuts of each tensor. Tensors and boundaries start at multiples of ``start``, so a cut at a multiple
     of ``g`` lies at a multiple of ``lcm(g, start)``."""
     periods: tuple[int, ...]
-    """Elements after which each tensor's possible cuts repeat: one matrix of a stack if its last block is shorter, else the block."""
+    """Number of elements after which each tensor's possible cuts repeat: one matrix of a stack if its last block is shorter, else the
+    block."""
     num_shards: int
     quantum: int
     """The shard size is a multiple of this."""
