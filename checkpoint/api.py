@@ -157,7 +157,7 @@ def look_after(store: ObjectStore, retention: Retention, made: Commit, vote: Vot
     try:
         problem = prove(store, vote.object, vote.aux, cancelled) if retention.verify else None
         if problem is not None:
-            _log.error("checkpoint %s is damaged, and nothing older is deleted for it: %s", made.path, problem)
+            _log.error("checkpoint %s is damaged, so older ones are kept: %s", made.path, problem)
     except SaveAborted:
         return
     except Exception as error:
@@ -215,7 +215,7 @@ def prepare(
     """Flatten and check a state. Raises ValueError if it cannot be stored."""
     state_of(state)
     if not state:
-        raise ValueError('the state is empty: give its parts by name, as {"model": model}')
+        raise ValueError('the state is empty: give its parts by name, for example {"model": model}')
     for what, given in (("meta", meta), ("metrics", metrics), ("aux", aux)):
         if given is not None:
             of_type(what, given, Mapping, "give a dict")
@@ -263,7 +263,7 @@ def _data(values: Mapping[str, Packed]) -> list[ShardPiece]:
 
 
 def _pieces(parts: Mapping[Pair, LocalPart]) -> list[ShardPiece]:
-    alike = sorted(parts, key=lambda pair: (pair[1], pair[0]))  # every rank's order, whatever that of its state dict
+    alike = sorted(parts, key=lambda pair: (pair[1], pair[0]))  # the same order on every rank; orders of state dicts may differ
     writes = dict(zip(alike, owners([parts[pair] for pair in alike]), strict=True))
     pieces = []
     for (name, kind), part in parts.items():

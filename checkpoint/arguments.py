@@ -57,7 +57,7 @@ def of_type(what: str, value: Any, kind: type | tuple[type, ...], remedy: str) -
 
 def state_of(state: Any) -> None:
     """Check a state. Raises ValueError unless it is ``{text: entry}``."""
-    of_type("the state", state, Mapping, 'give its parts by name, as {"model": model, "optimizer": optimizer}')
+    of_type("the state", state, Mapping, 'give its parts by name, for example {"model": model, "optimizer": optimizer}')
     for key in state:
         of_type(f"the state's key {key!r}", key, str, "give text")
 

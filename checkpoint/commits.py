@@ -374,7 +374,7 @@ def _check_cover(name: str, kind: str, pieces: list[tuple[int, int, int, int]], 
             raise CommitRefused(f"{what}: elements from {start} on were written twice, by ranks {other} and {rank}")
         position = end
     if position < numel:
-        if kind == "param" and not position:  # each rank left it to another: one rank writes a plain tensor, which all should have
+        if kind == "param" and not position:  # each rank expected another to write it: of a plain tensor on all ranks, one rank writes all
             remedy = f"; a plain tensor must exist on every rank that saves, with equal values ({STAGES})"
         raise CommitRefused(f"{what}: no rank wrote elements [{position}, {numel}){remedy}")
 

@@ -242,10 +242,10 @@ def _indexed(path: Path) -> tuple[Path, list[str], dict[str, str]]:
     try:
         index = json.loads(files.read(path.name, 0, files.size(path.name)))
     except (ValueError, RecursionError) as error:
-        raise ForeignFileError(f"{path}: no index: no JSON: {error}") from None
+        raise ForeignFileError(f"{path}: not an index: not JSON: {error}") from None
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not weights:
-        raise ForeignFileError(f"{path}: no index: it has no weight_map")
+        raise ForeignFileError(f"{path}: not an index: it has no weight_map")
     for key, name in weights.items():
         # Plain names only: a foreign index must not make us read other files of this machine.
         plain = isinstance(name, str) and name.endswith(".safetensors") and name == os.path.basename(name) and not set(name) & {"\\", "\0"}

@@ -76,11 +76,11 @@ class Commands:
             return given.answer.result(wait_s)
         except TimeoutError:
             if given.answer.cancel():
-                raise RequestRefused(f"the controller did not come to {action} within {wait_s:.1f} s, and will not; try again") from None
+                raise RequestRefused(f"the controller did not begin {action} within {wait_s:.1f} s, and dropped it; try again") from None
         try:
             return given.answer.result(DONE_S)
         except TimeoutError:
-            raise RequestRefused(f"the controller is at {action}, and takes long; `vescale-ray status` tells what came of it") from None
+            raise RequestRefused(f"the controller is still busy with {action}; `vescale-ray status` shows its result") from None
 
     def heed(self) -> None:
         """Carry out the commands that have arrived, the scheduled actions that are due, and an early stop."""
@@ -139,7 +139,7 @@ class Commands:
             self.want(workers, "manual")
             and_later = f"; the run grows by itself up to {workers}" if config.elastic.grow else ""
             return {"ok": True, "workers": workers, "message": f"going to {workers} workers{and_later}"}
-        raise RequestRefused(f"unknown command {action}: there are stop and rescale")
+        raise RequestRefused(f"unknown command {action}: give stop or rescale")
 
     def _act(self) -> None:
         """Carry out each scheduled action once its step is completed and the action before has taken effect."""

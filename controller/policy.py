@@ -118,7 +118,7 @@ def check_rescale(
     if workers < fewest:
         raise RequestRefused(f"workers = {workers} is fewer than elastic.min_workers = {fewest}")
     if (fits := whole(workers)) != workers:
-        raise RequestRefused(f"workers = {workers} is no multiple of {key}: give {fits}, or the next multiple")
+        raise RequestRefused(f"workers = {workers} is not a multiple of {key}: give {fits}, or the next multiple")
     if capacity is not None and workers > capacity:
         raise RequestRefused(f"workers = {workers}: this cluster has room for {capacity} (ray.num_cpus, ray.cpus_per_worker)")
     return workers

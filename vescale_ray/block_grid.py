@@ -42,7 +42,9 @@ def parse_block(block: BlockSpec | str) -> BlockSpec:
     Raises:
         ValueError: the value is not a block; the message shows it.
     """
-    fault = ValueError(f"block = {block!r}: give a number of elements (1024), Block.tile(32, 32), Block.rows(32), or text as 'tile 32x32'")
+    fault = ValueError(
+        f"block = {block!r}: give a number of elements (1024), Block.tile(32, 32), Block.rows(32), or text such as 'tile 32x32'"
+    )
     if isinstance(block, bool) or (isinstance(block, int) and block < 1):
         raise fault
     if isinstance(block, int | Block):

@@ -36,7 +36,7 @@ class DBuffer:
 
     def __init__(self, layout: Layout, flat: torch.Tensor, *, rank: int | None) -> None:
         if rank is not None and not 0 <= rank < layout.num_shards:
-            raise ValueError(f"rank {rank} of a layout with {layout.num_shards} shards")
+            raise ValueError(f"there is no rank {rank} in a layout with {layout.num_shards} shards")
         expected = layout.numel if rank is None else layout.shard_numel
         if flat.dim() != 1 or flat.numel() != expected or not flat.is_contiguous():
             raise ValueError(f"a flat, contiguous tensor of {expected} elements is needed, not one of shape {tuple(flat.shape)}")

@@ -65,9 +65,9 @@ def parallelize_experts(model: nn.Module, mesh: DeviceMesh, *, kind: type[nn.Mod
     check_type("model", model, nn.Module, "the model itself")
     check_type("mesh", mesh, DeviceMesh, "mesh['ep']")
     if mesh.ndim != 1:
-        raise ValueError(f"parallelize_experts got {mesh}: give the one dimension whose ranks share the experts, as mesh['ep']")
+        raise ValueError(f"parallelize_experts got {mesh}: give the one dimension whose ranks share the experts, such as mesh['ep']")
     if mesh.get_coordinate() is None:
-        raise ValueError(f"this process is not part of {mesh}: give the dimension of a mesh of all ranks, as mesh['ep']")
+        raise ValueError(f"this process is not part of {mesh}: give the dimension of a mesh of all ranks, such as mesh['ep']")
     found = experts_of(model, kind)
     check_experts(model, mesh.size(), f"ranks of {mesh}", kind)
     placed: dict[nn.Parameter, nn.Parameter] = {}

@@ -66,7 +66,7 @@ class FullState:
                 return target
             full = self._whole(name, entry)
             if isinstance(target, DTensor) and any(p.is_partial() for p in target.placements):
-                target = target.redistribute(placements=replicated(target.device_mesh))  # a norm that an optimizer keeps
+                target = target.redistribute(placements=replicated(target.device_mesh))  # such as a norm that an optimizer keeps as a state
             if isinstance(target, DTensor) and not isinstance(target, RaggedDTensor):
                 full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
             target.copy_(full)

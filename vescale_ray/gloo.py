@@ -54,7 +54,7 @@ def init_process_group(backend: str | None = None, init_method: str | None = Non
 def single_threaded(backend: str | None) -> str | None:
     """Return the name to give to torch for ``backend``, with this module's gloo in place of torch's."""
     if not isinstance(backend, str | None):
-        raise TypeError(f"backend is {backend!r}: give a name, as 'gloo' or 'cpu:gloo,cuda:nccl', or None")
+        raise TypeError(f"backend is {backend!r}: give a name, such as 'gloo' or 'cpu:gloo,cuda:nccl', or None")
     _register()
     if backend is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)

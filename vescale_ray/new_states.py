@@ -70,7 +70,7 @@ def unstepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
         yield
     finally:
         for group, values in before:
-            group |= {"step": 0} if "step" in group.keys() - values.keys() else {}  # some optimizers count there
+            group |= {"step": 0} if "step" in group.keys() - values.keys() else {}  # some optimizers count steps in the param group
             group |= values
     with torch.no_grad():
         for optimizer in new:

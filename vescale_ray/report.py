@@ -138,7 +138,7 @@ def summarize(run: RunFolder | str | Path) -> Summary:
         left_out.append(f"samples.jsonl ({_gigabytes(folder, 'samples.jsonl')}) was not compared with what was due")
     elif done and not folder.size_of("samples.jsonl"):
         left_out.append("there is no samples.jsonl to compare with what was due")
-    elif done * config.global_batch > LONG_SAMPLES // 8:  # cut short; counting costs as much as a long file
+    elif done * config.global_batch > LONG_SAMPLES // 8:  # the file was cut short; counting takes as long as for a long one
         left_out.append(f"samples.jsonl was not compared with the {done * config.global_batch:,} samples that were due")
     elif done and str(config.data.corpus).startswith(CORPUS):
         left_out.append("samples.jsonl was not compared with what was due: the data set was given to vescale_ray.train()")

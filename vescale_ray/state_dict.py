@@ -259,7 +259,7 @@ def _rest(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> No
 def _checked(options: StateDictOptions | None) -> StateDictOptions:
     options = options if options is not None else StateDictOptions()
     if not isinstance(options, StateDictOptions):
-        raise TypeError(f"options must be a StateDictOptions, as StateDictOptions(full_state_dict=True), not {options!r}")
+        raise TypeError(f"options must be a StateDictOptions, for example StateDictOptions(full_state_dict=True), not {options!r}")
     if options.broadcast_from_rank0 and not options.full_state_dict:
         raise ValueError("broadcast_from_rank0 sends full tensors: set full_state_dict=True as well")
     return options

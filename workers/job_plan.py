@@ -83,6 +83,6 @@ def _check_counted(config: RunConfig) -> None:
 def _notes(config: RunConfig, policy: Policy) -> Iterator[str]:
     train = config.train
     if train.activation_checkpointing == "selective":
-        yield "train.activation_checkpointing = selective counts as none, so activations take less than this"
+        yield "train.activation_checkpointing = selective is counted as none, so activations take less than this"
     if "block" in train.optimizer_options:
         yield f"the block in train.optimizer_options is not counted: blocks are {policy.blocks}"

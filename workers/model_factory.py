@@ -42,7 +42,7 @@ def model_on_meta(config: RunConfig) -> nn.Module:
     where = f"model.factory = {config.model.factory}"
     try:
         with warnings.catch_warnings(), torch.device("meta"):
-            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint")  # the other call copies
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint")  # the CPU call copies
             model = _call(config)
     except ValueError:
         with torch.device("cpu"):

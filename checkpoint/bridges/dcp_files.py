@@ -69,7 +69,7 @@ class Archives:
             found = self.load(info, load_without_elements)
             where = f"{self.folder / info.relative_path}, archive at byte {info.offset}"
             if not isinstance(found, torch.Tensor) or found.layout != torch.strided or found.is_conj() or found.is_neg():
-                raise ForeignFileError(f"{where}: holds a {type(found).__name__}, no dense tensor as it is in memory")
+                raise ForeignFileError(f"{where}: holds a {type(found).__name__}, not a dense tensor as it is in memory")
             begin = end = 0
             if found.numel():
                 storage = elements_offset(found)
@@ -102,7 +102,7 @@ class DcpFiles(Archives):
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         super().__init__(folder)
         if not (self.folder / ".metadata").exists():
-            raise ForeignFileError(f"{self.folder}: no DCP checkpoint: it has no .metadata")
+            raise ForeignFileError(f"{self.folder}: not a DCP checkpoint: it has no .metadata")
         try:
             index = read_index(self._files.read(".metadata", 0, self._files.size(".metadata")))
         except ForeignFileError as error:

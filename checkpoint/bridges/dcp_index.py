@@ -96,7 +96,7 @@ def read_index(data: bytes) -> DcpIndex:
         raise
     except Exception as error:  # an unpickler raises many types for malformed data
         said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise ForeignFileError(f"no DCP metadata, or cut off: {said}") from None
+        raise ForeignFileError(f"not DCP metadata, or cut off: {said}") from None
     described, storage, planned = _dict(fields, "state_dict_metadata"), _storage(_dict(fields, "storage_data")), fields.get("planner_data")
     index = DcpIndex()
     for key, entry in described.items():
@@ -141,21 +141,21 @@ class _Unpickler(pickle.Unpickler):
 def _fields(value: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(value, _Record) or value.name != name or not isinstance(value.state, dict):
         found = value.name if isinstance(value, _Record) else type(value).__name__
-        raise ForeignFileError(f"no DCP metadata: it has a {found} in place of a {name}")
+        raise ForeignFileError(f"not DCP metadata: it has a {found} in place of a {name}")
     return value.state
 
 
 def _dict(fields: Mapping[str, Any], name: str) -> dict[Any, Any]:
     value = fields.get(name)
     if not isinstance(value, dict):
-        raise ForeignFileError(f"no DCP metadata: its {name} is not a dict")
+        raise ForeignFileError(f"not DCP metadata: its {name} is not a dict")
     return value
 
 
 def _list(fields: Mapping[str, Any], name: str) -> list[Any]:
     value = fields.get(name)
     if not isinstance(value, list):
-        raise ForeignFileError(f"no DCP metadata: {name} of a tensor is not a list")
+        raise ForeignFileError(f"not DCP metadata: {name} of a tensor is not a list")
     return value
 
 

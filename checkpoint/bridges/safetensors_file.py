@@ -50,7 +50,7 @@ def read_header(files: Files, name: str) -> tuple[dict[str, Located], dict[str, 
             metadata = opened.metadata() or {}
     except Exception as error:  # the package raises errors of its own, and Python's for files that it can't map
         said = one_line(error).removeprefix("Error while deserializing header: ")[:200]
-        raise ForeignFileError(f"{path}: no complete safetensors file ({size} bytes): {said}") from None
+        raise ForeignFileError(f"{path}: not a complete safetensors file ({size} bytes): {said}") from None
     length = int.from_bytes(files.read(name, 0, 8), "little")
     header = json.loads(files.read(name, 8, length))
     header.pop("__metadata__", None)

@@ -69,9 +69,9 @@ def decode_sums(text: str) -> np.ndarray:
     try:
         raw = base64.b64decode(text, validate=True)
     except binascii.Error as error:
-        raise ValueError(f"block sums are no base64: {error}") from None
+        raise ValueError(f"block sums are not base64: {error}") from None
     if len(raw) % 8:
-        raise ValueError(f"block sums hold {len(raw)} bytes, no multiple of 8")
+        raise ValueError(f"block sums hold {len(raw)} bytes, not a multiple of 8")
     return np.frombuffer(raw, dtype="<u8")
 
 

@@ -24,7 +24,7 @@ from .tiling import ROWS, Tiling
 
 TILED = "rcp/2"
 """Format of a manifest with tensors stored tile by tile; all others have ``rcp/1``."""
-_MAX_DIMS = 64  # torch's own limit
+_MAX_DIMS = 64  # torch's limit of dimensions
 MAX_BYTES = 256 << 20
 """Largest manifest, in bytes: 40 times that of an 8B model on 1024 ranks. Parsing the JSON takes about ten times as much memory."""
 
@@ -101,7 +101,7 @@ def decode(raw: bytes) -> tuple[Manifest, str]:
     try:
         document = strict_json(body)
     except (ValueError, RecursionError) as error:
-        raise ManifestError(f"no JSON: {error}") from None
+        raise ManifestError(f"not JSON: {error}") from None
     expect(isinstance(document, dict), "no JSON object")
     stated = document.get("format")
     known = re.fullmatch(r"(rcp/[12])(\.\d+)?", stated) if isinstance(stated, str) else None

@@ -119,7 +119,7 @@ class Tiling:
                 raise TypeError
             cuts = tuple((dim, tuple((size, count) for size, count in sizes)) for dim, sizes in raw)
         except (TypeError, ValueError):
-            raise ValueError(f"tiles {str(raw)[:80]} are no list of [dimension, [[size, count], ..]]") from None
+            raise ValueError(f"tiles {str(raw)[:80]} are not a list of [dimension, [[size, count], ..]]") from None
         if any(type(n) is not int for dim, sizes in cuts for n in (dim, *(m for one in sizes for m in one))):
             raise ValueError(f"tiles {str(raw)[:80]} hold something else than integers")
         return Tiling(cuts)

@@ -89,7 +89,7 @@ class Checkpoint:
                 try:
                     return json.loads(raw)
                 except (ValueError, RecursionError) as error:
-                    raise CheckpointCorrupt(entry.key, None, ("aux",), f"it is no JSON: {error}") from None
+                    raise CheckpointCorrupt(entry.key, None, ("aux",), f"it is not JSON: {error}") from None
         return None
 
     def names(self, key: str = "model") -> dict[str, str]:
@@ -142,7 +142,7 @@ class Checkpoint:
         """
         wanted, unwanted, place = globs(include), globs(exclude), device_of(device)
         if dtype is not None:
-            of_type("dtype", dtype, torch.dtype, "give a dtype of torch, as torch.bfloat16")
+            of_type("dtype", dtype, torch.dtype, "give a dtype of torch, such as torch.bfloat16")
         names = {name: stored for name, stored in self.names(key).items() if chosen(name, wanted, unwanted)}
         if not names:
             there = first_few(list(self.names(key))) or f"nothing under {key!r}"

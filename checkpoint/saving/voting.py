@@ -156,7 +156,7 @@ def _await(store: ObjectStore, attempt: str, name: str, deadline: float, cancell
         except OSError as error:  # a store that fails once may answer the next time
             late = error
         except ValueError:  # half a message, from a store whose objects are visible before they are complete
-            late = OSError(errno.EIO, f"attempts/{attempt}/{name}.json is no JSON")
+            late = OSError(errno.EIO, f"attempts/{attempt}/{name}.json is not JSON")
         if time.monotonic() >= deadline:
             if late is not None:
                 raise late

@@ -151,7 +151,7 @@ class SaveWriter:
     def _live(self) -> None:
         with self._change:
             if self._thread is not threading.current_thread():
-                return  # its start was interrupted, and another thread was started instead
+                return  # the start of this thread was interrupted, so another one runs
         more = True
         while more:
             more = self._calls.get()

@@ -138,7 +138,7 @@ def flatten_models(state: Mapping[str, Any]) -> FlatState:
             if not isinstance(tensor, torch.Tensor):
                 if not is_extra(raw_name):
                     raise ValueError(
-                        f"{name!r} of state entry {key!r} is a {type(tensor).__name__}, no tensor; give it as a separate entry"
+                        f"{name!r} of state entry {key!r} is a {type(tensor).__name__}, not a tensor; give it as a separate entry"
                     )
                 flat.extra[name] = tensor
                 continue

@@ -24,7 +24,7 @@ def globs(patterns: Globs) -> tuple[str, ...]:
     found = (patterns,) if isinstance(patterns, str) else tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
     for one in found:
         if not isinstance(one, str):
-            raise ValueError(f"{one!r} is not a glob of names; give text, as 'layers.*', or several")
+            raise ValueError(f"{one!r} is not a glob of names; give text, such as 'layers.*', or several")
     return found
 
 

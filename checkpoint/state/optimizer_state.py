@@ -337,7 +337,7 @@ def restore_optimizer(
     for group in optimizer.param_groups:
         for param in group["params"] if group.get("fused") or group.get("capturable") else ():
             step = optimizer.state[param].get("step") if param in optimizer.state else None
-            if isinstance(step, torch.Tensor) and step.device != param.device:  # such kernels read it on the device
+            if isinstance(step, torch.Tensor) and step.device != param.device:  # fused and capturable kernels read the step on the device
                 optimizer.state[param]["step"] = step.to(param.device)
     adopt = getattr(optimizer, "adopt_states", None)  # for an optimizer whose states are views or copies of others
     if adopt is not None:

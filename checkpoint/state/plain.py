@@ -131,7 +131,7 @@ class _Packer:
     def _mapping(self, what: str, value: Mapping[Any, Any], depth: int) -> Any:
         if self.tensor is None and _of_optimizer(value):
             raise ValueError(
-                f"{what} is an optimizer's state_dict(); give the objects, as "
+                f"{what} is an optimizer's state_dict(); give the objects, for example "
                 '{"model": model, "optimizer": optimizer}, and not their state_dict(): each rank then stores its own part of the states'
             )
         pairs = [(self._key(what, key, depth), self.pack(f"{what}.{key}", item, depth + 1)) for key, item in value.items()]
@@ -157,7 +157,7 @@ class _Packer:
         if hasattr(value, "device_mesh") or hasattr(value, "local_boxes"):
             raise ValueError(
                 f"{what} is a sharded tensor ({type(value).__name__}) among plain values, of which rank 0's are stored for all ranks; give "
-                'the objects, as {"model": model, "optimizer": optimizer}, or its tensors alone, by name, as an entry of their own'
+                'the objects, for example {"model": model, "optimizer": optimizer}, or its tensors alone, by name, as an entry of their own'
             )
         check_dense(what, value)
         if value.is_meta:
@@ -260,7 +260,7 @@ class EntryBytes:
             return bytearray(base64.b64decode(where, validate=True))
         start, end = where
         if type(start) is not int or type(end) is not int or not 0 <= start <= end <= len(self._data) or end - start > self._left:
-            raise ValueError(f"bytes {start!r} to {end!r} are wanted of {len(self._data)}, of which {self._left} are not taken yet")
+            raise ValueError(f"bytes {start!r} to {end!r} were requested of {len(self._data)}, of which {self._left} are unused")
         self._left -= end - start
         return bytearray(self._data[start:end])
 
@@ -320,7 +320,7 @@ def _deque(about: Any, data: EntryBytes) -> deque[Any]:
 def _dtype(name: Any, _: EntryBytes) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r:.80} is no dtype of this torch")
+        raise ValueError(f"{name!r:.80} is not a dtype of this torch")
     return found
 
 
@@ -342,7 +342,7 @@ def _numpy(about: Any, shape: tuple[int, ...], data: EntryBytes) -> np.ndarray:
     _check_dtype("it", dtype)
     raw = data.take(about["data"])
     if len(raw) != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{len(raw)} bytes for an array of shape {shape} and dtype {dtype}")
+        raise ValueError(f"{len(raw)} bytes do not make an array of shape {shape} and dtype {dtype}")
     return np.ndarray(shape, dtype, raw)
 
 
@@ -358,7 +358,7 @@ def _torch(about: Any, data: EntryBytes) -> torch.Tensor:
     shape, dtype = _shape(about["shape"]), dtype_of(about["dtype"])
     raw = data.take(about["data"])
     if len(raw) != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{len(raw)} bytes for a tensor of shape {shape} and dtype {about['dtype']}")
+        raise ValueError(f"{len(raw)} bytes do not make a tensor of shape {shape} and dtype {about['dtype']}")
     tensor = torch.empty(shape, dtype=dtype)
     if raw:
         as_bytes(tensor.view(-1)).copy_(torch.frombuffer(raw, dtype=torch.uint8))

@@ -20,7 +20,7 @@ def check_saved_meta(where: str, meta: Mapping[str, Any], *, optimizers: bool = 
 
     def expect(condition: bool, path: str, what: str) -> None:
         if not condition:
-            raise CheckpointMismatch(f"{where}: meta.{path} is no {what}: save() did not write it, so it cannot be loaded as a state")
+            raise CheckpointMismatch(f"{where}: meta.{path} is not {what}: save() did not write it, so it cannot be loaded as a state")
 
     def encoded(value: Any, path: str, tensors: Container[str] = ()) -> None:
         def named(name: Any) -> None:
@@ -30,40 +30,40 @@ def check_saved_meta(where: str, meta: Mapping[str, Any], *, optimizers: bool = 
         try:
             unfold(value, named)
         except Exception:  # torch raises various types
-            expect(False, path, "number, text or list")
+            expect(False, path, "a number, text or list")
 
-    expect(_texts(meta.get("models", [])), "models", "list of names")
-    expect(isinstance(meta.get("state", {}), dict), "state", "object")
+    expect(_texts(meta.get("models", [])), "models", "a list of names")
+    expect(isinstance(meta.get("state", {}), dict), "state", "an object")
     for key, value in meta.get("state", {}).items():
         try:
             unpack(value)
         except ValueError:
-            expect(False, f"state.{key}", "plain value")
-    expect(isinstance(meta.get("values", {}), dict), "values", "object")
+            expect(False, f"state.{key}", "a plain value")
+    expect(isinstance(meta.get("values", {}), dict), "values", "an object")
     known = meta.get("optimizers", {}) if optimizers else {}
-    expect(isinstance(known, dict), "optimizers", "object")
+    expect(isinstance(known, dict), "optimizers", "an object")
     for key, saved in known.items():
         at = f"optimizers.{key}"
-        expect(isinstance(saved, dict), at, "object")
-        expect(isinstance(saved.get("type", ""), str), f"{at}.type", "name")
-        expect(_texts(saved.get("kinds")), f"{at}.kinds", "list of names")
+        expect(isinstance(saved, dict), at, "an object")
+        expect(isinstance(saved.get("type", ""), str), f"{at}.type", "a name")
+        expect(_texts(saved.get("kinds")), f"{at}.kinds", "a list of names")
         for listed in ("nested", "replicated"):
-            expect(_texts(saved.get(listed, [])), f"{at}.{listed}", "list of names")
+            expect(_texts(saved.get(listed, [])), f"{at}.{listed}", "a list of names")
         groups, scalars = saved.get("groups"), saved.get("scalars")
-        expect(isinstance(groups, list), f"{at}.groups", "list")
+        expect(isinstance(groups, list), f"{at}.groups", "a list")
         for index, group in enumerate(groups):
             inner = f"{at}.groups[{index}]"
-            expect(isinstance(group, dict) and _texts(group.get("params")), f"{inner}.params", "list of names")
-            expect(isinstance(group.get("hyper"), dict), f"{inner}.hyper", "object")
+            expect(isinstance(group, dict) and _texts(group.get("params")), f"{inner}.params", "a list of names")
+            expect(isinstance(group.get("hyper"), dict), f"{inner}.hyper", "an object")
             for name, value in group["hyper"].items():
                 encoded(value, f"{inner}.hyper.{name}")
         shared = saved.get("shared", {})
-        expect(isinstance(shared, dict), f"{at}.shared", "object")
+        expect(isinstance(shared, dict), f"{at}.shared", "an object")
         for name, value in shared.items():
             encoded(value, f"{at}.shared.{name}")
-        expect(isinstance(scalars, dict), f"{at}.scalars", "object")
+        expect(isinstance(scalars, dict), f"{at}.scalars", "an object")
         for state_key, by_name in scalars.items():
-            expect(isinstance(by_name, dict), f"{at}.scalars.{state_key}", "object")
+            expect(isinstance(by_name, dict), f"{at}.scalars.{state_key}", "an object")
             for name, value in by_name.items():
                 encoded(value, f"{at}.scalars.{state_key}.{name}", saved.get("nested", []))
 

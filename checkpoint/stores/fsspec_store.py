@@ -156,7 +156,7 @@ class FsspecStore:
         with _as_oserror(f"reading {self.describe(key)}", self.describe(key)):
             data = self._fs.cat_file(self._path(key), start=offset, end=offset + len(view))
         if len(data) != len(view):
-            raise OSError(errno.EIO, f"{self.describe(key)}: {len(data)} bytes came of {len(view)} from byte {offset} on")
+            raise OSError(errno.EIO, f"{self.describe(key)}: only {len(data)} of {len(view)} bytes could be read from byte {offset} on")
         view[:] = data
 
     def size(self, key: str) -> int | None:
@@ -248,8 +248,8 @@ class FsspecStore:
             return
         self._exclusive = self._refuses_second_creation()
         _log.warning(
-            "%s: checkpoints through fsspec are as safe as this file system: %s; durability and ages are its own, unfinished uploads "
-            "are not collected",
+            "%s: checkpoints have only the guarantees of this fsspec file system: %s; durability and file times are its own, and "
+            "unfinished uploads are not deleted",
             self._url,
             "it refuses to create an object twice"
             if self._exclusive

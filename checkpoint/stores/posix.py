@@ -199,7 +199,7 @@ class PosixStore:
             sync_folder(path.parent)
         else:
             with suppress(OSError):
-                path.parent.rmdir()  # removes the folder with the attempt's last object
+                path.parent.rmdir()  # removes the attempt's folder with its last object; fails while others are left
         return True
 
     def delete_many(self, keys: Sequence[str]) -> Iterator[tuple[str, OSError | None]]:

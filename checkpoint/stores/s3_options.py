@@ -76,10 +76,10 @@ def parse_s3_url(url: str, options: S3Options | None = None) -> tuple[str, str, 
     parts = urlsplit(url)
     if "@" in parts.netloc or parts.password:
         raise ValueError(
-            "an S3 URL must not hold credentials, URLs are logged; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
+            "an S3 URL must not hold credentials, because URLs are logged; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
         )
     if parts.scheme != "s3" or not _BUCKET.fullmatch(parts.netloc):
-        raise ValueError(f"{url!r} is no s3://bucket/prefix")
+        raise ValueError(f"{url!r} is not of the form s3://bucket/prefix")
     prefix = unquote(parts.path).strip("/")
     if any(word in ("", ".", "..") for word in prefix.split("/")) and prefix:
         raise ValueError(f"{url!r}: the prefix has an empty part, '.' or '..'")

@@ -46,7 +46,7 @@ def file_system(o: S3Options) -> Any:
             "read_timeout": o.timeout_s,
             "max_pool_connections": 0,  # no limit, since the time of a request would also pass in a queue
             "retries": {"total_max_attempts": 1, "mode": "standard"},
-            "parameter_validation": False,  # it would refuse _Body
+            "parameter_validation": False,  # botocore's check would refuse a _Body
             # Bodies carry our own CRC-32 in a signed header. Signing their SHA-256 as well would cost 0.7 CPU seconds per GB.
             "s3": {
                 "addressing_style": "path" if o.addressing == "auto" and o.endpoint else o.addressing,
@@ -127,7 +127,7 @@ async def _request(fs: Any, o: S3Options, method: str, params: dict[str, Any], a
     body, so each slice of one may take ``timeout_s`` here, nor a download that is slow but steady, which may take ``part_timeout_s``.
     """
     loop = asyncio.get_running_loop()
-    await fs.set_session()  # for the first request: parses descriptions and looks for credentials, which has limits of its own
+    await fs.set_session()  # the first call parses descriptions and looks for credentials; both have time limits of their own
     async with asyncio.timeout(o.part_timeout_s if method == "get_object" else None) as limit:
 
         def sent() -> None:
@@ -171,7 +171,7 @@ async def _receive(body: Any, view: memoryview, stop: threading.Event) -> memory
     while done < len(view):
         data = await body.read(len(view) - done)
         if not data or stop.is_set():
-            raise Transient(errno.EIO, f"{done} bytes came of {len(view)}")
+            raise Transient(errno.EIO, f"only {done} of {len(view)} bytes arrived")
         view[done : done + len(data)] = data
         done += len(data)
     return view

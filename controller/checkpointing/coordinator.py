@@ -127,7 +127,7 @@ class CheckpointCoordinator:
         try:
             return self._ask_storage()
         except OSError as error:
-            _log.warning("%s does not tell its newest checkpoint: %s", self._root, error)
+            _log.warning("the newest checkpoint in %s could not be found: %s", self._root, error)
         path, step = self._log.stats.checkpoints.path, self._log.stats.checkpoints.step
         return policy.CommittedCheckpoint(path.rpartition("/")[2], path, step) if path is not None and step is not None else None
 

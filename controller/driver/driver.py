@@ -259,9 +259,9 @@ class _Attempt:
         self._controller = controller.actor_of(spec, supervisor.supervisor_name(self.run_id), cluster.node)
         outcome = self._follow()
         self.orphaned = outcome.orphaned
-        if outcome.refused and outcome.step <= self._ready.source.step:  # after a step it is a run that has failed
+        if outcome.refused and outcome.step <= self._ready.source.step:  # after a step, the run has failed instead
             raise RunRefused(outcome.error or "the run was refused")
-        if outcome.state == "FAILED" and outcome.checkpoint is None:  # the checkpoint that it began from is still there
+        if outcome.state == "FAILED" and outcome.checkpoint is None:  # the checkpoint that the run began from still exists
             source = self._ready.source
             outcome = replace(outcome, step=max(outcome.step, source.step), checkpoint=source.path)
         self._result = RunResult(
@@ -348,7 +348,7 @@ class _Attempt:
         except ray.exceptions.ActorDiedError as error:
             if "creation task" in str(error) or "__init__" in str(error):
                 cause = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
-                if self._status or "SupervisorLost" in str(error):  # this does not refuse the user's input
+                if self._status or "SupervisorLost" in str(error):  # the user's input is not the cause
                     raise _Lost(f"the controller can't start: {cause}") from None
                 raise RunRefused(f"the controller can't start: {cause}") from None
             return None

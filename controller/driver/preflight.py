@@ -157,7 +157,7 @@ def _lasting(config: RunConfig) -> Iterator[str]:
 
     Raises BadInput for folders that are lost with the job, and for a URL as the run's folder."""
     if "://" in config.run.dir:
-        raise RunRefused(f"run.dir = {config.run.dir}: run folders are no URLs; {REMEDY}, and the URL as checkpoint.dir")
+        raise RunRefused(f"run.dir = {config.run.dir}: run folders are not URLs; {REMEDY}, and the URL as checkpoint.dir")
     check_lasting(f"run.dir = {config.run.dir}", config.run_folder)
     check_lasting(f"checkpoint.dir = {config.checkpoint.dir}", config.checkpoint_root, f"{REMEDY}, or a URL")
     if address_of(config) == "local":  # all processes are on this machine

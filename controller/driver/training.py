@@ -154,7 +154,7 @@ def _read(config: RunConfig | Mapping[str, Any] | str | os.PathLike[str], overri
     if isinstance(config, Mapping):
         return parse_config(config, overrides)
     kind = type(config).__name__
-    raise BadInput(f"config: {kind} is no configuration; give a mapping of sections, the path of a YAML file, or a RunConfig")
+    raise BadInput(f"config: {kind} is not a configuration; give a mapping of sections, the path of a YAML file, or a RunConfig")
 
 
 def _with_objects(config: RunConfig | Mapping[str, Any] | str | os.PathLike[str], model: Factory | str | None, dataset: Any) -> RunConfig:

@@ -94,7 +94,7 @@ class Autoscaling:
             return None, []
         if (wait := self._wait(now)) > 0:
             told, self._told = self._told, (self._begun, self._failed)
-            why = f"{self._failed} growths in a row came to nothing" if self._failed else "elastic.grow_gap_s has not passed"
+            why = f"{self._failed} growths in a row failed" if self._failed else "elastic.grow_gap_s has not passed"
             return None, [] if told == self._told else [Event("growth_waits", {"workers": workers, "seconds": wait, "why": why})]
         if not _worth(run):
             return None, []

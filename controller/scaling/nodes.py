@@ -73,9 +73,9 @@ class Nodes:
     def _watch(self) -> None:
         ask, ask_free = _call("get_draining_nodes"), _call("available_resources_per_node") if self._each else None
         if ask is None:
-            _log.warning("this Ray does not tell which nodes drain: workers on them are noticed when they are lost")
+            _log.warning("this Ray does not report draining nodes: the run notices their workers only when they are lost")
         if self._each and ask_free is None:
-            _log.warning("this Ray does not tell what is free on its nodes: the run neither grows by itself nor has spares")
+            _log.warning("this Ray does not report the free resources of its nodes: the run neither grows by itself nor has spares")
         turn = 0
         while ask is not None or ask_free is not None:
             try:

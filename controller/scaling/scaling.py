@@ -164,13 +164,13 @@ class Scaling:
         do += grown
         reason = seen.durable.reason if target == seen.durable.target else "growth"
         if target > self._aim:
-            self._forget_failures()  # they concern an earlier target
+            self._forget_failures()  # the failures belong to an earlier target
         self._aim = target
         if target <= world.size:
             self._short = False
         elif not self._short:
             self._short = True
-            self._forget_failures()  # they concern spares
+            self._forget_failures()  # the failures belong to spares
         if target > world.size and (abandoned := self._cannot_grow(world, outside, target, reason, seen)):
             return do + abandoned
         if target <= world.size:

@@ -68,7 +68,7 @@ class Goodput:
             between: seconds of the time before it by :class:`Loss`, as far as the workers know the causes. Used if no other cause is known.
         """
         if ended <= self.until:
-            return  # from before a restart of the controller, and accounted for
+            return  # accounted for before the controller was restarted
         began = min(max(self.until, ended - max(0.0, seconds)), ended)
         gap = began - self.until
         if self.cause is None:

@@ -88,7 +88,7 @@ class RunLog:
         again = record.step <= stats.steps.highest
         stats.apply(made)
         if stats.steps.executed % EACH == 0:
-            made[SO_FAR] = stats.totals()  # with this line, so that a replay which begins here comes to the same
+            made[SO_FAR] = stats.totals()  # totals that include this line: a replay may begin with it
         self.journal.metrics(made)
         if self._loggers is not None:
             if not again:

@@ -76,7 +76,7 @@ class RunStats:
     def apply(self, line: Line) -> None:
         """Count one line; a line without ``event`` is the metrics of a step."""
         if line.get("lost_until") is not None:
-            self.goodput.advance(float(line["lost_until"]))  # it was published as lost until then, and stays so
+            self.goodput.advance(float(line["lost_until"]))  # time that was published as lost stays lost
         name = line.get("event")
         for part in (self, self.checkpoints, self.rescales):
             handle = getattr(part, "on_step" if name is None else f"on_{name}", None)
@@ -127,7 +127,7 @@ class RunStats:
             between = {str(cause): float(seconds) for cause, seconds in (line.get("between_seconds") or {}).items()}
             again = self.steps.count(line)
             if self.rescale is not None and self.goodput.cause is Loss.RESCALE and self.rescale.generation == self.generation:
-                self.goodput.train()  # the generation that the change ends still trains
+                self.goodput.train()  # until the rescale ends this generation, it trains on
             self.goodput.step(float(line["time"]), float(line.get("step_seconds") or 0.0), again=again, between=between)
             if self.rescale is not None:
                 self.goodput.open(self._change)

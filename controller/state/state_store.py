@@ -100,7 +100,7 @@ class StateWriter:
 def read_state(folder: str | os.PathLike[str]) -> DurableState | None:
     """Return the durable state in a run's folder; None if there is none.
 
-    A file that is damaged or has another version is logged as a warning, and counts as none.
+    A file that is damaged or has another version is ignored, with a warning in the log.
 
     Raises:
         OSError: the folder can't be read.
@@ -111,5 +111,5 @@ def read_state(folder: str | os.PathLike[str]) -> DurableState | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
-        _log.warning("%s counts as none: %s", path, error)
+        _log.warning("%s is ignored: %s", path, error)
         return None

@@ -104,7 +104,7 @@ class Recovery:
             return again, []  # lost while the storage was asked
         chosen, held_now = frozenset(members), held(workers, holders)
         candidates = [w for w in ended.living if w in chosen or w not in state.leaving]
-        if len(candidates) > len(members):  # fewer are wanted than could stay: no worker has joined
+        if len(candidates) > len(members):  # fewer workers are wanted than could stay, so none has joined
             resume = policy.choose_source(held_now, candidates, newest, seen.world).resume
             members = staying(candidates, grid, resume, held_now, workers, self._layouts)
             chosen = frozenset(members)

@@ -98,7 +98,7 @@ class Standbys:
                 ray.get(ref, timeout=EMPLOY_S)
                 return standby.worker, standby.handle
             except Exception as error:
-                _log.warning("standby %s takes no place: %s", standby.worker, error)
+                _log.warning("standby %s did not become a worker: %s", standby.worker, error)
                 self._submit(_kill, standby.handle)
 
     # ------------------------------------------------------------------------------------------------------------- start
@@ -180,4 +180,4 @@ def _kill(handle: Any) -> None:
     try:
         ray.kill(handle, no_restart=True)
     except Exception as error:
-        _log.warning("a standby could not be ended by Ray, it goes with the run: %s", error)
+        _log.warning("Ray could not end a standby; it ends with the run: %s", error)

@@ -139,7 +139,7 @@ class Supervisor:
                     return worker, handle, taken is not None
             # The control store was so slow that the calling controller is gone, and the next one has counted its workers.
             self._returns.submit(_give_back, child)
-            raise RuntimeError(f"controller {epoch} is gone: no other would know of a worker that it hires")
+            raise RuntimeError(f"controller {epoch} was replaced: its successor would not know of a worker that it hires")
 
     def _next_id(self) -> str:
         with self._lock:
@@ -347,7 +347,7 @@ def _give_back(child: _Child) -> None:
     try:
         ray.kill(child.handle, no_restart=True)
     except Exception as error:
-        _log.warning("a worker could not be ended by Ray, it goes with its place: %s", error)
+        _log.warning("Ray could not end a worker; it ends with its placement group: %s", error)
     _remove(child.group)
 
 
@@ -357,7 +357,7 @@ def _remove(group: PlacementGroup) -> None:
         try:
             return remove_placement_group(group)
         except Exception as error:
-            _log.warning("a place could not be given back (try %d of %d): %s", attempt, REMOVALS, error)
+            _log.warning("a placement group could not be removed (try %d of %d): %s", attempt, REMOVALS, error)
             time.sleep(REMOVAL_GAP_S)
 
 

@@ -46,7 +46,7 @@ SAVES: list[tuple[dict[str, Any], str]] = [
     ({"metrics": {"loss": "low"}}, "metrics.loss is a str; give a number"),
     ({"metrics": [1]}, "metrics is a list; give a dict"),
     ({"meta": "x"}, "meta is a str; give a dict"),
-    ({"state": None}, 'the state is a NoneType; give its parts by name, as {"model": model'),
+    ({"state": None}, 'the state is a NoneType; give its parts by name, for example {"model": model'),
     ({"state": {}}, "the state is empty: give its parts by name"),
     ({"state": nn.Linear(1, 1)}, "the state is a Linear"),
     ({"state": {1: nn.Linear(1, 1)}}, "the state's key 1 is a int; give text"),

@@ -556,10 +556,10 @@ def test_import_refuses_inconsistent_dcp_metadata(root, change, words):
 
 @pytest.mark.parametrize("raw", [b"", b"junk", pickle.dumps(3), pickle.dumps(None)])
 def test_missing_or_invalid_metadata_file_is_refused(root, raw):
-    with pytest.raises(ckpt.ForeignFileError, match="no DCP checkpoint: it has no .metadata"):
+    with pytest.raises(ckpt.ForeignFileError, match="not a DCP checkpoint: it has no .metadata"):
         DcpFiles(root)
     (root / ".metadata").write_bytes(raw)
-    with pytest.raises(ckpt.ForeignFileError, match="no DCP metadata"):
+    with pytest.raises(ckpt.ForeignFileError, match="not DCP metadata"):
         DcpFiles(root)
 
 

@@ -363,5 +363,5 @@ def test_plain_objects_with_tensors_are_read(root):
 
 def test_a_view_that_is_not_as_in_memory_is_refused(root):
     torch.save(torch.ones(3, dtype=torch.complex64).conj(), root / "c")
-    with pytest.raises(ckpt.ForeignFileError, match="no dense tensor as it is in memory"):
+    with pytest.raises(ckpt.ForeignFileError, match="not a dense tensor as it is in memory"):
         Archives(root).payload(StorageInfo("c", 0, (root / "c").stat().st_size))

@@ -252,7 +252,7 @@ MALFORMED = {
 @pytest.mark.parametrize("case", MALFORMED)
 def test_a_malformed_file_is_refused_in_one_line(root, case):
     (root / "x.safetensors").write_bytes(MALFORMED[case])
-    with pytest.raises(ckpt.ForeignFileError, match="no complete safetensors file|which torch does not have") as caught:
+    with pytest.raises(ckpt.ForeignFileError, match="not a complete safetensors file|which torch does not have") as caught:
         ckpt.import_hf(root / "x.safetensors", root / "root")
     assert "\n" not in str(caught.value) and "x.safetensors" in str(caught.value) and len(str(caught.value)) <= 1000
     assert not (root / "root").exists()
@@ -299,7 +299,7 @@ def test_corrupted_header_is_refused_or_read_as_safetensors_does(root):
         ({"weight_map": {}}, "no weight_map"),
         ([], "no weight_map"),
         ({"weight_map": {"a": "x\0.safetensors"}}, "which is not a safetensors file in its folder"),
-        ("[" * 100_000, "no index: no JSON"),
+        ("[" * 100_000, "not an index: not JSON"),
     ],
 )
 def test_import_refuses_a_wrong_or_folder_escaping_index(root, index, words):

@@ -356,5 +356,5 @@ def test_a_forged_name_in_a_nested_state_is_refused(tmp_path: Path) -> None:
     assert sorted(saved["nested"]) == ["f/3/0", "f/block/ema"] and not saved["kinds"]
     check_saved_meta("x", opened.meta)
     saved["nested"].remove("f/3/0")
-    with pytest.raises(ckpt.CheckpointMismatch, match=r"meta.optimizers.optimizer.scalars.f.a.weight is no number, text or list"):
+    with pytest.raises(ckpt.CheckpointMismatch, match=r"meta.optimizers.optimizer.scalars.f.a.weight is not a number, text or list"):
         check_saved_meta("x", opened.meta)

@@ -138,9 +138,9 @@ def test_version_option_prints_the_package_version(capsys: pytest.CaptureFixture
         (["ckpt", "merge", "runs/a"], "no such command merge: did you mean export-hf?"),
         (
             ["train", "run.yaml", "--train.lr", "1e-4"],
-            "no such option --train.lr: keys are no options; write train.lr=VALUE behind the file",
+            "no such option --train.lr: keys are not options; write train.lr=VALUE behind the file",
         ),
-        (["plan", "run.yaml", "--learning_rate=1"], "no such option --learning_rate: keys are no options; write train.lr=VALUE"),
+        (["plan", "run.yaml", "--learning_rate=1"], "no such option --learning_rate: keys are not options; write train.lr=VALUE"),
         (["--nope"], "--nope"),
         (["train"], "Missing argument"),
         (["train", "none.yaml"], "none.yaml: no such file"),

@@ -202,10 +202,10 @@ def test_a_table_of_names_comes_from_a_file(run, capsys):
 
 def test_malformed_files_are_bad_input(run, capsys):
     Path("bad.safetensors").write_bytes(b"\xff" * 20)
-    assert "no complete safetensors file" in refused(capsys, "import-hf", "bad.safetensors", "y")
+    assert "not a complete safetensors file" in refused(capsys, "import-hf", "bad.safetensors", "y")
     assert "no such file or folder" in refused(capsys, "import-hf", "nowhere", "y")
     Path("empty").mkdir()
-    assert "no DCP checkpoint: it has no .metadata" in refused(capsys, "import-dcp", "empty", "y")
+    assert "not a DCP checkpoint: it has no .metadata" in refused(capsys, "import-dcp", "empty", "y")
     assert "give OTHER=NAME" in refused(capsys, "import-dcp", "empty", "y", "--tied", "a")
     assert not Path("y").exists()
 
@@ -400,7 +400,7 @@ def test_every_command_takes_a_url(elsewhere, capsys, monkeypatch, kind):
 def test_a_url_that_leads_nowhere_is_one_sentence(elsewhere, capsys, monkeypatch):
     assert "Protocol not known: foo" in refused(capsys, "ls", "foo://x")
     assert "give file:///absolute/path" in refused(capsys, "ls", "file://rel")
-    assert "'s3://' is no s3://bucket/prefix" in refused(capsys, "ls", "s3://")
+    assert "'s3://' is not of the form s3://bucket/prefix" in refused(capsys, "ls", "s3://")
     assert "S3 URL option 'bogus' is not possible" in refused(capsys, "ls", "s3://bucket/x?bogus=1")
     with root_of("fake s3", elsewhere, monkeypatch) as root:
         checkpoint.save({"model": {"w": torch.ones(3)}}, root, 1)

@@ -102,8 +102,8 @@ def test_experts_that_cannot_be_shared_are_refused(here: Path, capsys: pytest.Ca
         (["2"], "--expert-parallel 2: the small Llama has no experts; give --hf with a mixture of experts, or leave it out"),
         (["2", "--hf", dense], "--expert-parallel 2: Qwen3ForCausalLM has no fused experts"),
         (["3", "--hf", mixture, "--workers", "6"], "the 3 workers do not divide its experts; use a number that does"),
-        (["4", "--hf", mixture, "--workers", "6"], "6 workers are no multiple of it; give 4 or another multiple as --workers or --gpus"),
-        (["4", "--hf", mixture], "2 workers are no multiple of it; give 4 or another multiple as --workers or --gpus"),
+        (["4", "--hf", mixture, "--workers", "6"], "6 workers are not a multiple of it; give 4 or another multiple as --workers or --gpus"),
+        (["4", "--hf", mixture], "2 workers are not a multiple of it; give 4 or another multiple as --workers or --gpus"),
     ):
         said = refused(capsys, "a", "--expert-parallel", *arguments)
         assert says in said and said.count("\n") == 0

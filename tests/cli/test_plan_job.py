@@ -68,7 +68,7 @@ def test_too_little_memory_is_told_with_exit_code_1(capsys: pytest.CaptureFixtur
 
 def test_settings_that_only_bound_the_memory_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
     (note,) = planned(capsys, "train.activation_checkpointing=selective")["notes"]
-    assert note.startswith("train.activation_checkpointing = selective counts as none")
+    assert note.startswith("train.activation_checkpointing = selective is counted as none")
 
 
 @pytest.mark.parametrize(

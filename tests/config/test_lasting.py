@@ -136,7 +136,7 @@ def test_unambiguous_paths_are_accepted(path):
 
 def test_url_as_run_dir_is_refused_in_favour_of_checkpoint_dir(package):
     with pytest.raises(
-        RunRefused, match=r"run.dir = s3://bucket/runs: run folders are no URLs; give an absolute path .* as checkpoint.dir"
+        RunRefused, match=r"run.dir = s3://bucket/runs: run folders are not URLs; give an absolute path .* as checkpoint.dir"
     ):
         preflight.foresee(load_config("run.yaml", ["run.dir=s3://bucket/runs"]))
 

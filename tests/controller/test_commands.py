@@ -45,7 +45,7 @@ def test_a_command_that_was_given_up_is_never_carried_out(run: Recorded, tmp_pat
     store: Any = SimpleNamespace(write=lambda state: state)
     commands = Commands(spec, tiny(tmp_path, "books"), SimpleNamespace(), run.log, StateWriter(DurableState("r1", 0), store))  # type: ignore[arg-type]
     before = commands.target
-    with pytest.raises(RequestRefused, match=f"did not come to {action} within 0.2 s"):
+    with pytest.raises(RequestRefused, match=f"did not begin {action} within 0.2 s"):
         commands.command(action, {"workers": 1}, wait_s=0.2)
     commands.heed()
     assert (commands.target, commands.stop) == (before, None)

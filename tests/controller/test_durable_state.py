@@ -73,7 +73,7 @@ def test_damaged_or_other_version_durable_state_counts_as_none(tmp_path: Path, c
         caplog.clear()
         assert read_state(tmp_path) is None
         (line,) = caplog.messages
-        assert line.startswith(f"{tmp_path / NAME} counts as none: ") and "\n" not in line
+        assert line.startswith(f"{tmp_path / NAME} is ignored: ") and "\n" not in line
     (tmp_path / NAME).write_text(json.dumps({**whole, "version": VERSION + 1}))
     read_state(tmp_path)
     assert f"it has version {VERSION + 1}, this controller reads version {VERSION}" in caplog.messages[-1]

@@ -378,7 +378,9 @@ def test_a_quantize_keep_that_matches_nothing_is_refused(tmp_path: Path) -> None
 
 def test_fp8_products_of_tiles_that_are_not_square_are_refused(tmp_path: Path) -> None:
     line = refused(tiny(tmp_path, "r", train_quantize="fp8 1x128", train_quantize_products=True))
-    assert line.startswith("train.quantize = fp8 1x128: products of 'layers.0.") and "needs square tiles, as Fp8Block(128, 128)" in line
+    assert (
+        line.startswith("train.quantize = fp8 1x128: products of 'layers.0.") and "needs square tiles, such as Fp8Block(128, 128)" in line
+    )
 
 
 def test_a_pattern_of_no_decay_that_matches_nothing_is_refused(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_numbers_of_workers_are_those_of_whole_replicas() -> None:
     assert policy.next_members("abc", "", 4, whole=config.whole) == (("a", "b"), ("c",))
     assert policy.next_members("abc", "de", 4, whole=config.whole) == (("a", "b", "c", "d"), ())
     assert policy.next_members("a", "de", 4, {"a"}, config.whole) == (("d", "e"), ("a",))
-    with pytest.raises(RequestRefused, match="workers = 5 is no multiple of train.sharding.shard_group: give 4, or the next multiple"):
+    with pytest.raises(RequestRefused, match="workers = 5 is not a multiple of train.sharding.shard_group: give 4, or the next multiple"):
         policy.check_rescale(5, fewest=1, most=8, slots=8, capacity=None, whole=config.whole)
     assert policy.check_rescale(6, fewest=1, most=8, slots=8, capacity=None, whole=config.whole) == 6
 
@@ -145,7 +145,7 @@ def test_numbers_of_workers_are_those_that_share_experts_evenly() -> None:
     )
     assert [config.whole(count) for count in range(8)] == [0, 1, 2, 2, 4, 4, 6, 6]
     assert policy.next_members("abc", "", 4, whole=config.whole) == (("a", "b"), ("c",))
-    with pytest.raises(RequestRefused, match="workers = 5 is no multiple of train.expert_parallel: give 4, or the next multiple"):
+    with pytest.raises(RequestRefused, match="workers = 5 is not a multiple of train.expert_parallel: give 4, or the next multiple"):
         policy.check_rescale(5, fewest=1, most=8, slots=8, capacity=None, whole=config.whole, key=config.step_of_workers[0])
     group = WorkerGroup()
     group.infos |= {w: replace(node_of(w), node=w[0]) for w in ("x1", "y1", "x2", "y2")}

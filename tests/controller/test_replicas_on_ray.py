@@ -35,7 +35,7 @@ def test_lost_worker_of_2_x_2_costs_no_step_and_no_byte(tmp_path: Path) -> None:
     def watch(status: Mapping[str, Any]) -> None:
         if status["state"] == "RUNNING" and not asked:
             asked.append("3")
-            with pytest.raises(client.CommandRefused, match="workers = 3 is no multiple of train.sharding.shard_group: give 2"):
+            with pytest.raises(client.CommandRefused, match="workers = 3 is not a multiple of train.sharding.shard_group: give 2"):
                 client.request(folder, "rescale", {"workers": 3})
 
     # Four workers need two rounds for six slots. The worker dies in the first forward of the step after LOST.

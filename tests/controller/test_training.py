@@ -147,7 +147,7 @@ def test_path_of_a_function_is_the_factory_of_the_file(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"config": 3}, "config: int is no configuration; give a mapping of sections, the path of a YAML file, or a RunConfig"),
+        ({"config": 3}, "config: int is not a configuration; give a mapping of sections, the path of a YAML file, or a RunConfig"),
         ({"config": {"trian": {}}}, "unknown key trian: "),
         ({"config": "none.yaml"}, "none.yaml: no such file"),
         ({"config": {"train.steps": 3}}, "train.steps: only the command line takes a key with its section; write train: {steps: 3}"),
@@ -159,7 +159,7 @@ def test_path_of_a_function_is_the_factory_of_the_file(tmp_path: Path, monkeypat
             {"model": lambda: (Words(), threading.Lock())[0], "dataset": [threading.Lock()]},
             "dataset: can't be sent to the workers .TypeErr",
         ),
-        ({"dataset": []}, "data.vocab = null: a list does not tell its number of token ids"),
+        ({"dataset": []}, "data.vocab = null: a list does not state its number of token ids"),
     ],
 )
 def test_bad_input_is_one_line_before_ray_starts(

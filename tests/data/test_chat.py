@@ -296,10 +296,14 @@ REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "a picture": (
         [{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, *TALK[2:3]]}],
         {},
-        "line 1: message 0 has a part that is no text, but 'image'; only text is learned, so leave the row out",
+        "line 1: message 0 has a part that is not text, but 'image'; only text is learned, so leave the row out",
     ),
     "half a weight": ([{"messages": [TALK[1], {**TALK[2], "weight": 0.5}]}], {}, "message 1: its weight is 0.5; give 0, or 1 to learn it"),
-    "tools in words": ([{"messages": TALK, "tools": "look"}], {}, "line 1: tools is 'look', no list of functions; give one, or its JSON"),
+    "tools in words": (
+        [{"messages": TALK, "tools": "look"}],
+        {},
+        "line 1: tools is 'look', not a list of functions; give one, or its JSON",
+    ),
     "another format": ([], {"corpus": "a.arrow"}, "data.format = chat: .*a.arrow is arrow by its suffix; give rows as JSONL or Parquet"),
 }
 

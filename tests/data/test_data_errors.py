@@ -130,7 +130,7 @@ def test_other_damaged_files_are_named(tmp_path: Path) -> None:
     stream.write_bytes(stream.read_bytes()[:-300])
     assert refused(stream).startswith(f"{stream}: its format is damaged or truncated (")
     (tmp_path / "a.bin").write_bytes(b"12345")
-    assert "5 bytes are no multiple of 2, the size of data.dtype = uint16" in refused(tmp_path / "a.bin")
+    assert "5 bytes are not a multiple of 2, the size of data.dtype = uint16" in refused(tmp_path / "a.bin")
     np.save(tmp_path / "a.npy", np.zeros(100, np.uint16))
     (tmp_path / "a.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:-20])
     assert f"{tmp_path}/a.npy is truncated: 308 bytes of 328" in refused(tmp_path / "a.npy")
@@ -145,8 +145,8 @@ def test_broken_lines_are_named_with_their_number(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     for line, words in (
         ("{", "is not JSON"),
-        ("[1]", "is no JSON object"),
-        ('{"text": 5}', "the field is no text, but int"),
+        ("[1]", "is not a JSON object"),
+        ('{"text": 5}', "the field is not text, but int"),
         ("\ufeff", "is not JSON"),
     ):
         path.write_text('{"text": "a"}\n\n{"text": "b"}\n' + line)
@@ -157,7 +157,7 @@ def test_broken_lines_are_named_with_their_number(tmp_path: Path) -> None:
 def test_lines_that_python_reads_but_nobody_can_use_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     for line, words in (
-        ('{"text": "half \\ud800"}', "line 2: '\\ud800' alone is no character"),
+        ('{"text": "half \\ud800"}', "line 2: '\\ud800' alone is not a character"),
         ('{"text": ' + "[" * 10**5 + "]" * 10**5 + "}", "line 2 is not JSON"),
         (json.dumps({f"key{i}": 0 for i in range(10**4)}), "line 2 has no such field; it has key0, key1"),
     ):
@@ -235,7 +235,7 @@ def test_keys_that_do_not_fit_the_data_are_refused(tmp_path: Path, parquet: Path
 def test_a_wrong_tokenizer_is_refused(tmp_path: Path, parquet: Path) -> None:
     assert f"data.tokenizer = {tmp_path}/none.json: can't be read" in refused(parquet, tokenizer=str(tmp_path / "none.json"))
     (tmp_path / "wrong.json").write_text("{}")
-    assert f"data.tokenizer = {tmp_path}/wrong.json: is no tokenizer.json" in refused(parquet, tokenizer=str(tmp_path / "wrong.json"))
+    assert f"data.tokenizer = {tmp_path}/wrong.json: is not a tokenizer.json" in refused(parquet, tokenizer=str(tmp_path / "wrong.json"))
 
 
 def test_text_that_a_tokenizer_can_not_encode_is_named(tmp_path: Path) -> None:
@@ -293,13 +293,13 @@ def test_files_that_are_hardly_meant_as_text_are_refused(tmp_path: Path, suffix:
     for named in ([str(file)], file, tmp_path):
         said = refused(named, vocab=None)
         remedy = "would be read as plain text; set data.format to jsonl if each line is a JSON object, or to text"
-        assert f"{file} {'is no text by its suffix; write token ids as .npy' if suffix == 'npz' else remedy}" in said
+        assert f"{file} {'is not text by its suffix; write token ids as .npy' if suffix == 'npz' else remedy}" in said
     lines, text = (load_dataset(keys(str(file), vocab=None, format=one)) for one in ("jsonl", "text"))
     assert bytes(lines.batch(np.array([0]))[0][0].tolist()) == b"some wor"
     assert bytes(text.batch(np.array([0]))[0][0].tolist()).startswith(b"{")
     (tmp_path / "code.py").write_text("print()\n" * 9)
     if suffix == "npz":
-        assert f"{file} is no text by its suffix; give a glob that leaves it out, or set data.format" in refused(tmp_path, vocab=None)
+        assert f"{file} is not text by its suffix; give a glob that leaves it out, or set data.format" in refused(tmp_path, vocab=None)
     else:
         assert load_dataset(keys(str(tmp_path), vocab=None)).num_samples > 0, "a folder of several kinds of text"
 
@@ -324,9 +324,9 @@ def test_lines_of_another_kind_get_a_remedy(tmp_path: Path) -> None:
     assert refused(path, vocab=None).endswith("line 1 has no such field; it has messages; set data.format to chat for conversations")
     path.write_text('{"input_ids": [1, 2]}\n')
     said = refused(path, column="input_ids", vocab=None)
-    assert said.endswith("line 1: the field is no text, but list; write token ids as Parquet, .npy or .bin")
+    assert said.endswith("line 1: the field is not text, but list; write token ids as Parquet, .npy or .bin")
     path.write_text('[{"text": "a"}]\n')
-    assert refused(path, vocab=None).endswith("line 1 is no JSON object; write one object a line")
+    assert refused(path, vocab=None).endswith("line 1 is not a JSON object; write one object a line")
 
 
 def test_an_end_token_of_local_bytes_is_used(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_files_that_are_no_text_are_refused(content: bytes, tmp_path: Path) -> N
     (tmp_path / "more.txt").write_text("some text " * 9)
     for named in (file, tmp_path, [str(file)]):
         said = refused(named, vocab=None)
-        assert f"{file} has zero bytes, so it is no text; give a glob that leaves it out, or set data.format to what it is" in said
+        assert f"{file} has zero bytes, so it is not text; give a glob that leaves it out, or set data.format to what it is" in said
     assert load_dataset(keys(str(file), vocab=None, format="text")).num_samples > 0, "who says that it is text is believed"
 
 
@@ -379,5 +379,5 @@ def test_token_ids_in_a_column_of_bytes_are_refused(tmp_path: Path) -> None:
     for kind in (pa.binary(), pa.large_binary()):
         path = write_parquet(tmp_path / "a.parquet", pa.array(rows, kind))
         said = refused(path)
-        assert said == f"{path}: the column of type {kind} has zero bytes, so it is no text; write token ids as lists of integers"
+        assert said == f"{path}: the column of type {kind} has zero bytes, so it is not text; write token ids as lists of integers"
     dataset(str(write_parquet(tmp_path / "a.parquet", pa.array([b"text of another program"] * 50))))

@@ -108,5 +108,5 @@ def test_number_of_token_ids_comes_from_configuration_or_object() -> None:
 
     keys = KEYS.model_copy(update={"vocab": None})
     assert load_dataset(keys, given=Named(WIDE)).vocab == 30
-    with pytest.raises(BadInput, match="data.vocab = null: a list does not tell its number of token ids; set data.vocab"):
+    with pytest.raises(BadInput, match="data.vocab = null: a list does not state its number of token ids; set data.vocab"):
         load_dataset(keys, given=WIDE)

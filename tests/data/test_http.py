@@ -52,5 +52,5 @@ def test_a_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
 
 def test_a_file_without_a_size_is_refused(server: str) -> None:
     url = f"{server}/a.parquet"
-    assert refused(url) == f"data.corpus = {url}: the server tells no size of {url}; download it, and give the file"
+    assert refused(url) == f"data.corpus = {url}: the server reports no size for {url}; download it, and give the file"
     assert "no such file" in refused(f"{server}/b.parquet")

@@ -188,7 +188,7 @@ def test_damaged_line_is_named_by_its_number_in_the_file(tokenizer: Any, tmp_pat
     [
         ("a.jsonl", b"", {}, "a.jsonl is empty; remove it"),
         ("a.jsonl", b'{"n": 1}\n', {}, "data.column = text: .*line 1 has no such field; it has n"),
-        ("a.jsonl", b'{"text": 5}\n', {}, "line 1: the field is no text, but int"),
+        ("a.jsonl", b'{"text": 5}\n', {}, "line 1: the field is not text, but int"),
         ("a.txt", b"\xff\xfe", {}, "a.txt: row 0: is not UTF-8"),
         ("a.bin", b"ab", {}, "bin can't be prepared; give Parquet, JSONL or text"),
         ("a.jsonl", b"{}", {"format": "chat"}, "chat can't be prepared"),

@@ -133,7 +133,7 @@ def test_a_storage_that_fails_is_an_oserror_and_damage_is_not(tmp_path: Path) ->
         assert not isinstance(caught.value, BadInput)
         assert samples(made) == samples(dataset(str(tmp_path / "a.parquet"), least=1)), "it reads again"
         system().pipe_file("/data/a.parquet", content["/data/a.parquet"][:100])
-        with pytest.raises(BadInput, match="slow:///data/a.parquet: .* bytes came of .*; the file is truncated"):
+        with pytest.raises(BadInput, match="slow:///data/a.parquet: only .* bytes could be read from byte .*; the file is truncated"):
             made.batch([0])
 
 

@@ -42,7 +42,7 @@ def test_rows_that_every_rank_has_tell_the_shape(rank: int, world: int) -> None:
 WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "no list": (lambda x, mesh: x.redistribute(placements=Shard(0)), r"placements are Shard\(dim=0\): give a list"),
     "numbers": (lambda x, mesh: redistribute(x, [0]), r"placements are \[0\]: give a list"),  # type: ignore[list-item]
-    "without a name": (lambda x, mesh: x.redistribute([Replicate()]), r"name the argument, as redistribute\(placements="),
+    "without a name": (lambda x, mesh: x.redistribute([Replicate()]), r"name the argument: redistribute\(placements="),
     "of a plain tensor": (lambda x, mesh: distribute_tensor(torch.ones(6, 4), mesh, Shard(0)), "give a list"),  # type: ignore[arg-type]
     "of a part": (lambda x, mesh: RaggedDTensor.from_local(x.to_local(), mesh, UNITS), "give a list"),  # type: ignore[arg-type]
 }

@@ -77,7 +77,7 @@ def test_dbuffer_refuses_mismatched_sizes_ranks_and_layouts():
     layout, other = plan_layout(SPECS, 2), plan_layout(SPECS[:2], 2)
     with pytest.raises(ValueError, match=f"{layout.numel} elements"):
         DBuffer(layout, torch.zeros(3), rank=None)
-    with pytest.raises(ValueError, match="rank 2 of a layout with 2 shards"):
+    with pytest.raises(ValueError, match="there is no rank 2 in a layout with 2 shards"):
         DBuffer(layout, torch.zeros(layout.shard_numel), rank=2)
     buffer = DBuffer(layout, torch.zeros(layout.numel), rank=None)
     with pytest.raises(ValueError, match="has shape"):

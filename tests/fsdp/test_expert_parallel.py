@@ -278,7 +278,7 @@ def test_experts_that_can_not_be_distributed_are_refused(rank: int, world: int) 
         parallelize_experts(Llama(LlamaConfig(dim=8, layers=1, heads=1, kv_heads=1, ffn=8)), mesh["ep"], kind=Scaled)
     with pytest.raises(ValueError, match=r"Llama has no module of vescale_ray.models.moe.Experts or fused experts of transformers"):
         parallelize_experts(Llama(LlamaConfig(dim=8, layers=1, heads=1, kv_heads=1, ffn=8)), mesh["ep"])
-    with pytest.raises(ValueError, match=r"give the one dimension whose ranks share the experts, as mesh\['ep'\]"):
+    with pytest.raises(ValueError, match=r"give the one dimension whose ranks share the experts, such as mesh\['ep'\]"):
         parallelize_experts(made(), mesh)
     with pytest.raises(TypeError, match="mesh must be a DeviceMesh"):
         parallelize_experts(made(), 2)  # type: ignore[arg-type]

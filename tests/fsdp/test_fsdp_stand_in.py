@@ -230,7 +230,7 @@ def test_torchs_local_shape_and_offset_are_those_of_ragged_rows(rank: int, world
         shape, nothing = _utils.compute_local_shape_and_global_offset((10, 4), mesh, rows, skip_offset=True)
         assert found == [((4, 4), (0, 0)), ((0, 4), (10, 0)), ((6, 4), (4, 0))][rank] and (shape, nothing) == (found[0], ())
         inner = [vescale_ray.RaggedShard((0, 1), (7, 1, 2))]
-        with pytest.raises(ValueError, match=r"is no box: use local_boxes\(\) .*, or stand_in_for_torch\(plain_shards=True\)"):
+        with pytest.raises(ValueError, match=r"is not a box: use local_boxes\(\) .*, or stand_in_for_torch\(plain_shards=True\)"):
             _utils.compute_local_shape_and_global_offset((2, 5), mesh, inner)
         assert _utils.compute_local_shape_and_global_offset((6, 4), mesh, [torch_tensor.Shard(0)]) == ((2, 4), (2 * rank, 0))
 

@@ -106,7 +106,7 @@ def test_folders_without_a_trainable_model_are_refused(tmp_path: Path, llama: Pa
     edit(llama, model_type="no-such")
     assert "refuses its config.json" in refused(llama, tmp_path)
     edit(llama, model_type="vit")
-    assert "vit is no causal language model of transformers" in refused(llama, tmp_path)
+    assert "vit is not a causal language model of transformers" in refused(llama, tmp_path)
     edit(llama, model_type="llama", quantization_config={"quant_method": "mxfp4"})
     assert "quant_method 'mxfp4' can't be read" in refused(llama, tmp_path)
     (llama / "config.json").write_text("{")
@@ -132,9 +132,9 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(tmp_path: Path, l
     assert "has 9 tensors that the model lacks: model.layers.1" in refused(llama, tmp_path)
     edit(llama, num_hidden_layers=2)
     (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
-    assert "pytorch_model.bin is no safetensors file" in refused(llama, tmp_path)
+    assert "pytorch_model.bin is not a safetensors file" in refused(llama, tmp_path)
     (llama / "pytorch_model.bin").rename(llama / "Llama-Q4_K_M.gguf")
-    assert "Llama-Q4_K_M.gguf is no safetensors file" in refused(llama, tmp_path)
+    assert "Llama-Q4_K_M.gguf is not a safetensors file" in refused(llama, tmp_path)
     assert "config.json: is a file; give a folder" in refused(llama / "config.json", tmp_path)
 
 

@@ -43,7 +43,7 @@ def adapted(home: Path, kind: str, **keys: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("targets", "said"),
     [
-        (["q_proj", "v_porj"], "v_porj is no layer; the model's linear layers are down_proj, gate_proj"),
+        (["q_proj", "v_porj"], "v_porj is not a layer; the model's linear layers are down_proj, gate_proj"),
         (["embed_tokens"], "embed_tokens is of type Embedding; the model's linear layers are"),
     ],
 )

@@ -126,7 +126,7 @@ def test_every_mistake_in_weights_has_a_remedy(tmp_path: Path) -> None:
     first = sorted(folder.glob("*.safetensors"))[0]
     first.write_bytes(first.read_bytes()[:-10])
     said = refused(folder, tmp_path)
-    assert said.startswith(f"model.hf = {folder}: {first.name}: no complete safetensors file")
+    assert said.startswith(f"model.hf = {folder}: {first.name}: not a complete safetensors file")
     assert said.endswith("; download the folder again, or save it anew")
     index = json.loads((whole / "model.safetensors.index.json").read_text())
     del index["weight_map"][HEAD]

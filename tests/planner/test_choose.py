@@ -224,9 +224,9 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(capsys: pytest.Cap
         (["--model", "llama-3-8b", "--devices", "8", "--html", "/no/such/folder/x.html"], 2, "can't be written"),
         (["--model", "llama-3-8b", "--devices", "8", "--expert-parallel", "4"], 2, "over 4 ranks: llama-3-8b has no experts"),
         (["--model", "gpt-oss-20b", "--devices", "6", "--expert-parallel", "6"], 2, "it does not divide the 32 experts of a layer"),
-        (["--model", "gpt-oss-20b", "--devices", "10", "--expert-parallel", "4"], 2, "10 ranks are no multiple of 4; use 8 or another"),
+        (["--model", "gpt-oss-20b", "--devices", "10", "--expert-parallel", "4"], 2, "10 ranks are not a multiple of 4; use 8 or another"),
         (["--model", "gpt-oss-20b", "--devices", "8", "--expert-parallel", "0"], 2, "over 0 ranks: give at least 1"),
-        (["--model", "gpt-oss-20b", "--devices", "8", "--expert-parallel", "4", "--experts", "separate"], 2, "are no stacks"),
+        (["--model", "gpt-oss-20b", "--devices", "8", "--expert-parallel", "4", "--experts", "separate"], 2, "are not stacks"),
         (["--model", "kimi-k2", "--devices", "8"], 1, ""),
     ],
 )

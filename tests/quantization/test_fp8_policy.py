@@ -71,5 +71,5 @@ def test_patterns_and_models_without_effect_are_refused() -> None:
 )
 def test_a_formats_text_is_parsed(text: str, form: Fp8Block) -> None:
     assert Fp8Block.parse(text) == form
-    with pytest.raises(ValueError, match="is no FP8 format: give fp8, fp8 32x32"):
+    with pytest.raises(ValueError, match="is not an FP8 format: give fp8, fp8 32x32"):
         Fp8Block.parse(text + "x")

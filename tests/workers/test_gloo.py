@@ -241,7 +241,7 @@ def test_warning_about_gloo_by_name_recommends_our_backend() -> None:
 
 
 def test_backend_that_is_not_a_string_is_refused() -> None:
-    with pytest.raises(TypeError, match="backend is 3: give a name, as 'gloo'"):
+    with pytest.raises(TypeError, match="backend is 3: give a name, such as 'gloo'"):
         gloo.init_process_group(3)  # type: ignore[arg-type]
 
 

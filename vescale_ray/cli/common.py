@@ -61,7 +61,7 @@ def option_told(error: click.NoSuchOption) -> str | None:
         return None
     key = error.option_name.lstrip("-")
     ours = our_key(key) or (key if "." in key else None)
-    return ours and f"no such option {error.option_name}: keys are no options; write {ours.partition(' ')[0]}=VALUE behind the file"
+    return ours and f"no such option {error.option_name}: keys are not options; write {ours.partition(' ')[0]}=VALUE behind the file"
 
 
 def folder_of(path: str | None) -> RunFolder:

@@ -123,7 +123,9 @@ def _check_experts(count: int, hf: str | None, workers: int) -> None:
         raise BadInput(f"{key}: the small Llama has no experts; give --hf with a mixture of experts, or leave it out")
     if workers % count:
         whole = workers // count * count
-        raise BadInput(f"{key}: {workers} workers are no multiple of it; give {whole or count} or another multiple as --workers or --gpus")
+        raise BadInput(
+            f"{key}: {workers} workers are not a multiple of it; give {whole or count} or another multiple as --workers or --gpus"
+        )
     model = build(open_folder(hf, "--hf"))
     try:
         check_shared_experts(model, count, key)

@@ -108,8 +108,8 @@ with private_names():
     need("torch.UntypedStorage", "_swap_data_ptr_")  # makes a storage invalid and valid again
     need("torch.nn.Module", "_parameters", "_buffers", "_apply")  # parameters are exchanged in every forward, without __setattr__
     need("torch.optim.AdamW", "_init_group")  # makes an optimizer's states before its first step
-    need("torch.optim.Optimizer", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")  # called as torch does
-    need("torch.optim.Optimizer", "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")  # named where none is called
+    need("torch.optim.Optimizer", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")  # called in a load
+    need("torch.optim.Optimizer", "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")  # a checkpoint warns of them
     need("torch.ops.aten.add.Tensor", "_schema")  # an operation's name, its arguments and which of them it writes
     need("torch.cuda", "_sleep")  # a kernel of known length, for the emulated wire
 

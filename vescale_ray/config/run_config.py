@@ -201,7 +201,7 @@ def _misfits_of_sharding(c: RunConfig) -> Iterator[str]:
     numbers = {"workers": c.elastic.workers, "min_workers": c.elastic.min_workers, "max_workers": c.elastic.max_workers}
     for which, count in numbers.items():
         if count is not None and c.whole(count) != count:
-            yield f"elastic.{which} = {count} is no multiple of {key}: give {c.whole(count)} or {c.whole(count) + group}"
+            yield f"elastic.{which} = {count} is not a multiple of {key}: give {c.whole(count)} or {c.whole(count) + group}"
     if c.elastic.workers < group:
         yield f"elastic.workers = {c.elastic.workers} is fewer than {key}: raise elastic.workers or lower {name}"
     if most is not None and c.elastic.workers > group * most:

@@ -63,7 +63,7 @@ def normalized(record: Mapping[str, Any]) -> dict[str, Any] | None:
         messages = [{**one, "weight": 0} if isinstance(one, dict) else one for one in prompt] + completion
     messages = _from_json(messages)
     if not isinstance(messages, list):
-        raise ValueError(f"messages is a {type(messages).__name__}, no list; give a list of messages with role and content")
+        raise ValueError(f"messages is a {type(messages).__name__}, not a list; give a list of messages with role and content")
     kept = [_message(number, one) for number, one in enumerate(messages)]
     return {"messages": kept, "tools": _tools(record.get("tools"))} if any(map(_counts, kept)) else None
 
@@ -77,7 +77,7 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
     """Return the descriptions of functions."""
     given = _from_json(tools) or None
     if given is not None and not (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
-        raise ValueError(f"tools is {str(tools)[:40]!r}, no list of functions; give one, or its JSON")
+        raise ValueError(f"tools is {str(tools)[:40]!r}, not a list of functions; give one, or its JSON")
     return given or None
 
 
@@ -110,7 +110,9 @@ def _text_of(number: int, part: Any) -> str:
     text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, dict) else part
-        raise ValueError(f"message {number} has a part that is no text, but {str(kind)[:40]!r}; only text is learned, so leave the row out")
+        raise ValueError(
+            f"message {number} has a part that is not text, but {str(kind)[:40]!r}; only text is learned, so leave the row out"
+        )
     return text
 
 
@@ -262,7 +264,7 @@ class ChatTemplate:
                 return start + len(through) - place
         found = re.compile(re.escape(said)).finditer
         for shown, here in product(found(through, start), list(found(text, start))) if said else ():
-            if through[start : shown.start()].endswith(text[start : here.start()]):  # what is before the answer, or the end of it
+            if through[start : shown.start()].endswith(text[start : here.start()]):  # equal up to the answer
                 tail = os.path.commonprefix([through[shown.end() :], text[here.end() :]])
                 ends = [tail.rfind(one) + len(one) for one in self._special if one in tail]
                 return here.end() + max(ends, default=len(tail))

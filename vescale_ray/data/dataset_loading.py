@@ -193,7 +193,7 @@ def _refuse_binary(spec: str, heads: Iterable[tuple[str, bytes]]) -> None:
     binary = next((path for path, head in heads if b"\0" in head), None)
     if binary is not None:
         raise BadInput(
-            f"data.corpus = {spec}: {binary} has zero bytes, so it is no text; give a glob that leaves it out, or set data.format to what "
+            f"data.corpus = {spec}: {binary} has zero bytes, so it is not text; give a glob that leaves it out, or set data.format to what "
             "it is"
         )
 
@@ -217,7 +217,7 @@ def _format_of(spec: str, files: Sequence[tuple[str, str]]) -> str:
     suffixes = {PurePosixPath(name).suffix.lower() for name, _ in files}
     if suffixes and suffixes <= _BINARY:
         raise BadInput(
-            f"data.corpus = {spec}: {files[0][1]} is no text by its suffix; write token ids as .npy, or documents as Parquet or JSONL"
+            f"data.corpus = {spec}: {files[0][1]} is not text by its suffix; write token ids as .npy, or documents as Parquet or JSONL"
         )
     if suffixes and suffixes <= _NO_TEXT:
         raise BadInput(
@@ -227,7 +227,7 @@ def _format_of(spec: str, files: Sequence[tuple[str, str]]) -> str:
     kind = next(iter(first), "text")
     binary = next((path for name, path in files if PurePosixPath(name).suffix.lower() in _BINARY), None)
     if kind == "text" and binary is not None:
-        raise BadInput(f"data.corpus = {spec}: {binary} is no text by its suffix; give a glob that leaves it out, or set data.format")
+        raise BadInput(f"data.corpus = {spec}: {binary} is not text by its suffix; give a glob that leaves it out, or set data.format")
     return kind
 
 

@@ -101,7 +101,7 @@ class DocumentFile(ABC):
             nulls = sum(one.null_count for one in arrays) if self.unit in ("bytes", "tokenizer") else 0
             if "binary" in self.kind and any(pc.any(pc.match_substring(one, "\0")).as_py() for one in arrays):
                 where = f"{self.file.url}: the column of type {self.kind}"
-                raise BadInput(f"{where} has zero bytes, so it is no text; write token ids as lists of integers")
+                raise BadInput(f"{where} has zero bytes, so it is not text; write token ids as lists of integers")
             self._seen[part] = sum(map(len, arrays)) if self.ends(part) else 0, size, nulls
         for documents in arrays:
             try:
@@ -308,7 +308,7 @@ class JsonLinesFile(LinesFile):
             return [pa.array(texts.values(), type=pa.large_string())]
         except UnicodeEncodeError as error:
             number = next(number for number, text in texts.items() if text == error.object)
-            raise BadInput(f"{self.file.url}: line {number}: {error.object[error.start]!a} alone is no character; remove it") from None
+            raise BadInput(f"{self.file.url}: line {number}: {error.object[error.start]!a} alone is not a character; remove it") from None
 
     def first_row(self, part: int) -> int:
         return self._lines[part] + 1
@@ -322,7 +322,7 @@ class JsonLinesFile(LinesFile):
         text = record[self._column]
         if not isinstance(text, str | None):
             kind = "list; write token ids as Parquet, .npy or .bin" if isinstance(text, list) else type(text).__name__
-            raise BadInput(f"data.column = {self._column}: {self.file.url}: line {number}: the field is no text, but {kind}")
+            raise BadInput(f"data.column = {self._column}: {self.file.url}: line {number}: the field is not text, but {kind}")
         return text
 
     def _record(self, line: bytes, number: int) -> dict[str, Any]:
@@ -331,7 +331,7 @@ class JsonLinesFile(LinesFile):
         except (ValueError, RecursionError) as error:
             raise BadInput(f"{self.file.url}: line {number} is not JSON ({reason_of(error)}); write one object a line") from None
         if not isinstance(record, dict):
-            raise BadInput(f"{self.file.url}: line {number} is no JSON object; write one object a line")
+            raise BadInput(f"{self.file.url}: line {number} is not a JSON object; write one object a line")
         return record
 
 

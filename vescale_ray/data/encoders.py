@@ -214,7 +214,7 @@ def load_tokenizer(path: str) -> tuple[Any, str]:
     try:
         made = Tokenizer.from_str(content.decode())
     except Exception as error:
-        raise BadInput(f"data.tokenizer = {path}: is no tokenizer.json ({' '.join(str(error).split())[:200]})") from None
+        raise BadInput(f"data.tokenizer = {path}: is not a tokenizer.json ({' '.join(str(error).split())[:200]})") from None
     made.no_truncation()
     made.no_padding()
     if getattr(made.model, "dropout", None):

@@ -74,7 +74,7 @@ class DataFile:
         except Exception as error:
             raise OSError(f"{self.url}: bytes {start} to {end} can't be read ({reason_of(error)})") from error
         if len(data) != end - start:
-            raise BadInput(f"{self.url}: {len(data)} bytes came of {end - start} from byte {start} on; the file is truncated")
+            raise BadInput(f"{self.url}: only {len(data)} of {end - start} bytes could be read from byte {start} on; the file is truncated")
         return data
 
     def edges(self) -> bytes:
@@ -176,7 +176,7 @@ def _find(spec: str) -> Iterator[DataFile]:
             remedy = "give **/* for the files in it, too, or a glob that leaves it out"
             raise BadInput(f"data.corpus = {spec}: the glob matches the folder {name}, but not its files; {remedy}")
         if info["type"] == "file" and info["size"] is None:
-            raise BadInput(f"data.corpus = {spec}: the server tells no size of {name}; download it, and give the file")
+            raise BadInput(f"data.corpus = {spec}: the server reports no size for {name}; download it, and give the file")
         if info["type"] == "file":
             yield DataFile(fs, name, name if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(name), relative, int(info["size"]))
         elif info.get("islink") and info["type"] == "other":

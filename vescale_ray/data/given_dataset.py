@@ -61,7 +61,7 @@ class GivenDataset:
             raise BadInput(f"dataset: a {kind} can't be indexed; give an object with __len__ and __getitem__, or name files in data.corpus")
         vocab = keys.vocab or getattr(samples, "vocab", None)
         if not isinstance(vocab, int | np.integer):
-            raise BadInput(f"data.vocab = null: a {kind} does not tell its number of token ids; set data.vocab, or an attribute vocab")
+            raise BadInput(f"data.vocab = null: a {kind} does not state its number of token ids; set data.vocab, or an attribute vocab")
         self.vocab = int(vocab)
         self.end_token = int(keys.end_token) if keys.end_token is not None and keys.end_token.isdecimal() else None
         count = len(samples)

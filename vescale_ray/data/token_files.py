@@ -128,7 +128,7 @@ def open_bin(file: DataFile, dtype: str, step: int, vocab: int) -> FlatFile:
         return FlatFile(file, told, 1024, length, step, vocab)
     itemsize = np.dtype(dtype).itemsize
     if file.size % itemsize:
-        raise BadInput(f"{file.url}: {file.size} bytes are no multiple of {itemsize}, the size of data.dtype = {dtype}; it is truncated")
+        raise BadInput(f"{file.url}: {file.size} bytes are not a multiple of {itemsize}, the size of data.dtype = {dtype}; it is truncated")
     if dtype == "uint16":
         head = np.frombuffer(file.read(0, min(_HEADER, file.size // 4 * 4)), "<u2")
         if len(head) >= 128 and head[1::2].max() < _HALVES <= head[::2].max():
@@ -150,7 +150,7 @@ def open_npy(file: DataFile, step: int, vocab: int) -> FlatFile:
         if min(shape, default=0) < 0:
             raise ValueError(f"its shape is {shape}")
     except Exception as error:  # a damaged header can fail in any step of numpy's parser
-        raise BadInput(f"{file.url} is damaged or no .npy file ({reason_of(error)})") from None
+        raise BadInput(f"{file.url} is damaged or not a .npy file ({reason_of(error)})") from None
     by_column = in_columns and len(shape) > 1
     if dtype.kind not in "iu" or dtype.byteorder == ">" or len(shape) not in (1, 2) or by_column:
         form = f"{'column-major ' if by_column else ''}{len(shape)}-D array of {dtype.str}"

@@ -27,7 +27,7 @@ def placement_list(placements: Any) -> tuple[Placement, ...]:
         listed = tuple(placements)
         if all(isinstance(p, Placement) for p in listed):
             return listed
-    raise TypeError(f"placements are {placements!r}: give a list with one placement for each mesh dimension, as [Shard(0)]")
+    raise TypeError(f"placements are {placements!r}: give a list with one placement for each mesh dimension, such as [Shard(0)]")
 
 
 def whole_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Size:
@@ -101,7 +101,7 @@ def check_saved_part(mesh: DeviceMesh, placements: Sequence[Placement], shape: S
     rank, sizes = dist.get_rank(), {}
     here = (mesh.mesh == rank).nonzero().tolist()
     for dim in cut:
-        with suppress(RuntimeError):  # the group has gone; only values of this rank's part can be used
+        with suppress(RuntimeError):  # without the process group only the values of this rank's part are usable
             sizes[dim] = mesh.get_group(dim).size()
     if here and all(here[0][dim] == saved[dim] and sizes.get(dim, mesh.size(dim)) == mesh.size(dim) for dim in cut):
         return

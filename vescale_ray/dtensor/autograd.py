@@ -244,11 +244,11 @@ class RaggedAwareDTensor(DTensor):
             ValueError: ``device_mesh`` is another mesh, or the placements don't fit.
         """
         if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
-            raise TypeError(f"redistribute got {device_mesh!r} as its mesh: name the argument, as redistribute(placements=[Shard(0)])")
+            raise TypeError(f"redistribute got {device_mesh!r} as its mesh: name the argument: redistribute(placements=[Shard(0)])")
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise ValueError(f"can't redistribute from {self.device_mesh} to {device_mesh}: only placements on the same mesh can change")
         if placements is None:
-            raise ValueError("redistribute needs placements, as redistribute(placements=[Replicate()])")
+            raise ValueError("redistribute needs placements, such as redistribute(placements=[Replicate()])")
         return redistributed(self, placements, async_op, forward_dtype, backward_dtype)
 
 

@@ -29,7 +29,7 @@ def _whole_numbers(what: str, values: Sequence[int]) -> tuple[int, ...]:
     try:
         return tuple(operator.index(v) for v in values)
     except TypeError:
-        raise ValueError(f"RaggedShard {what} are {values!r}: give a sequence of whole numbers, as (0,)") from None
+        raise ValueError(f"RaggedShard {what} are {values!r}: give a sequence of whole numbers, such as (0,)") from None
 
 
 class RaggedShard(Placement):
@@ -58,7 +58,7 @@ class RaggedShard(Placement):
         super().__init__()  # without this call the C++ half is missing, and its first use is a segmentation fault
         dims, units = _whole_numbers("dims", dims), _whole_numbers("local_units", local_units)
         if dims != tuple(range(len(dims))):
-            raise ValueError(f"RaggedShard dims are {dims}: they must be a prefix of the dimensions, as (0,) or (0, 1)")
+            raise ValueError(f"RaggedShard dims are {dims}: they must be a prefix of the dimensions, such as (0,) or (0, 1)")
         if any(u < 0 for u in units):
             raise ValueError(f"RaggedShard local_units are {units}: units can't be negative")
         divisor = math.gcd(*units)

@@ -149,7 +149,7 @@ class RaggedDTensor(RaggedAwareDTensor):
         if not isinstance(value, RaggedDTensor) or not sharding_of(value._spec).same_layout(sharding_of(self._spec)):
             raise ValueError(
                 f"can't set .data of {sharding_of(self._spec).describe()} to {_describe(value)}: give a DTensor of its "
-                "shape, as vescale_ray.distribute_tensor(whole, p.device_mesh, p.placements), or write with copy_()"
+                "shape, such as vescale_ray.distribute_tensor(whole, p.device_mesh, p.placements), or write with copy_()"
             )
         TENSOR_DATA.__set__(self, value)
         self._local_tensor, self._spec = value._local_tensor, value._spec

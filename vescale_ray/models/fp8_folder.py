@@ -31,7 +31,7 @@ def block_size_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     if size is None:
         raise BadInput(f"{KEY}: has no weight_block_size; only fp8 weights with one scale per block can be read; {_REMEDY}")
     if not isinstance(size, Sequence) or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
-        raise BadInput(f"{KEY}: weight_block_size {size!r} is not two positive numbers, as [128, 128]; {_REMEDY}")
+        raise BadInput(f"{KEY}: weight_block_size {size!r} is not two positive numbers, such as [128, 128]; {_REMEDY}")
     experts = given.get("expert_dtype", "fp8")
     if experts != "fp8":
         raise BadInput(f"{KEY}: experts in {experts!r} can't be read, only fp8; {_REMEDY}")

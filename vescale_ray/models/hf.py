@@ -134,7 +134,7 @@ def open_folder(path: str | os.PathLike[str], key: str = "model.hf") -> HfFolder
         raise BadInput(f"{where}: {error}") from None
     transformers = _transformers(where)
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # None: it asks
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # None would ask
     except Exception as error:
         if "auto_map" in given:
             raise BadInput(f"{where}: {given['model_type']} needs the code in its folder (auto_map); build it in a model.factory") from None
@@ -145,14 +145,14 @@ def open_folder(path: str | os.PathLike[str], key: str = "model.hf") -> HfFolder
         delattr(config, fp8_folder.KEY)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise BadInput(
-            f"{where}: {given['model_type']} is no causal language model of transformers {transformers.__version__}; "
+            f"{where}: {given['model_type']} is not a causal language model of transformers {transformers.__version__}; "
             "train another architecture with model.factory"
         )
     names = [entry.name for entry in folder.iterdir()]
     has_weights = any(name.endswith((".safetensors", ".safetensors.index.json")) and not name.startswith(".") for name in names)
     foreign = next((name for name in names if re.fullmatch(_FOREIGN, name)), None)
     if foreign is not None and not has_weights:
-        raise BadInput(f"{where}: {foreign} is no safetensors file; load the model with from_pretrained, and save_pretrained it")
+        raise BadInput(f"{where}: {foreign} is not a safetensors file; load the model with from_pretrained, and save_pretrained it")
     return HfFolder(folder, config, has_weights)
 
 
@@ -163,7 +163,7 @@ def build(folder: HfFolder, dtype: torch.dtype = torch.float32) -> nn.Module:
         BadInput: transformers cannot build it.
     """
     transformers = _transformers(str(folder.path))
-    config = copy.deepcopy(folder.config)  # transformers writes the dtype to it
+    config = copy.deepcopy(folder.config)  # transformers writes the dtype into the configuration
     try:
         with torch.device("meta"):
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)

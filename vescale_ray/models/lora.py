@@ -49,7 +49,7 @@ def add_adapters(model: nn.Module, keys: LoraSettings) -> None:
         found = [module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
         other = next((type(module).__name__ for module in found if not isinstance(module, nn.Linear)), None)
         if other is not None or not found:
-            raise BadInput(f"{refused}{target} is {'no layer' if other is None else f'of type {other}'}{remedy}")
+            raise BadInput(f"{refused}{target} is {'not a layer' if other is None else f'of type {other}'}{remedy}")
     try:
         with torch.device("meta"):
             peft.inject_adapter_in_model(_config(peft, keys, targets), model)

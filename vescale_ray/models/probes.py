@@ -86,7 +86,7 @@ class _Attention(TorchFunctionMode):
             given: dict[str, Any] = {name: args[at] if at < len(args) else kwargs.get(name) for name, at in places.items()}
             query, key, mask, causal = given.values()
             self.reads_ahead |= mask is None and not causal and query.shape[-2] == key.shape[-2] == self.tokens > 1
-        elif func is F.multi_head_attention_forward:  # torch hides what it calls; the first dimension is that of the tokens
+        elif func is F.multi_head_attention_forward:  # torch calls no observable attention function here; dimension 0 counts the tokens
             open_to_all = kwargs.get("attn_mask") is None and not kwargs.get("is_causal")
             self.reads_ahead |= open_to_all and args[0].shape[0] == args[1].shape[0] == self.tokens > 1
         return func(*args, **kwargs)

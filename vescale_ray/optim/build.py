@@ -285,7 +285,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             return loss
         if decision.split:
             warnings.warn(
-                f"{len(decision.split)} parameters have a gradient on some ranks only; left out of this step on all of them", stacklevel=2
+                f"{len(decision.split)} parameters have a gradient on some ranks only; all ranks leave them out of this step", stacklevel=2
             )
         position = 0
         for optimizer in self.optimizers:

@@ -111,7 +111,7 @@ class Flat(StrictLoading):
     def __init__(self, params: Iterable[Any], optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> None:
         if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
             shown = repr(optimizer_class) if isinstance(optimizer_class, str | type) else f"a {type(optimizer_class).__name__}"
-            raise TypeError(f"optimizer_class is {shown}: give the class of an optimizer, as torch.optim.AdamW")
+            raise TypeError(f"optimizer_class is {shown}: give the class of an optimizer, such as torch.optim.AdamW")
         if optimizer_class.__name__ in NOT_ELEMENTWISE:
             raise ValueError(f"{optimizer_class.__name__} is not element-wise: it needs to know where a parameter begins; use it by itself")
         self._class, self._options = optimizer_class, options

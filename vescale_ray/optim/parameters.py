@@ -32,9 +32,9 @@ def in_order(what: str, params: Any) -> Any:
         TypeError: ``params`` is a model, a text, a set, or not iterable.
     """
     if isinstance(params, str | Module) or not isinstance(params, Iterable):
-        raise TypeError(f"{what} got a {type(params).__name__.removeprefix('FSDP')}: give a list of parameters, as model.parameters()")
+        raise TypeError(f"{what} got a {type(params).__name__.removeprefix('FSDP')}: give a list of parameters, such as model.parameters()")
     if isinstance(params, Set):
-        raise TypeError(f"{what} got a set, whose order differs by rank: give a list of parameters, as model.parameters()")
+        raise TypeError(f"{what} got a set, whose order differs by rank: give a list of parameters, such as model.parameters()")
     return params
 
 
@@ -49,7 +49,7 @@ def parameter_list(what: str, params: Any) -> list[Tensor]:
     found = list(params if isinstance(params, Set) else in_order(what, params))
     for one in found:
         if not isinstance(one, Tensor):
-            raise TypeError(f"{what} got a list with a {type(one).__name__}: give parameters only, as model.parameters()")
+            raise TypeError(f"{what} got a list with a {type(one).__name__}: give parameters only, such as model.parameters()")
     return found
 
 

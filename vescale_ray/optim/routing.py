@@ -105,7 +105,7 @@ class OptimizerConfig:
                 raise ValueError(f"the optimizer's configuration has no {unknown[0]!r}: it takes {', '.join(known)}")
             return cls(**given)
         if not hasattr(getattr(given, "train", given), "optimizer_options"):
-            raise TypeError(f"config is {given!r}: give the name of an optimizer, as 'adamw', a mapping, or an OptimizerConfig")
+            raise TypeError(f"config is {given!r}: give the name of an optimizer, such as 'adamw', a mapping, or an OptimizerConfig")
         train: Any = getattr(given, "train", given)
         return cls(
             name=train.optimizer,

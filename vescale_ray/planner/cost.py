@@ -74,7 +74,7 @@ class Policy:
         if self.compute_dtype.itemsize == 1:
             raise BadInput(f"compute_dtype {self.compute_dtype}: give torch.bfloat16, and quantize=Block.tile(128, 128) for FP8 gathers")
         if self.quantize is not None and self.quantize.kind != "tile":
-            raise BadInput(f"quantize {self.quantize}: give a tile, as Block.tile(128, 128)")
+            raise BadInput(f"quantize {self.quantize}: give a tile, such as Block.tile(128, 128)")
         if self.optimizer not in OPTIMIZERS:
             raise BadInput(f"optimizer {self.optimizer!r} is unknown: use one of {', '.join(OPTIMIZERS)}")
         if self.tokens < 1:
@@ -222,11 +222,11 @@ def check_experts(model: ModelShapes, ranks: int, parts: int) -> None:
         raise BadInput(f"{what}: {model.name} has no experts; leave it out")
     for p in experts:
         if not p.stack:
-            raise BadInput(f"{what}: the experts of {model.name} are no stacks ({p.name}); plan fused experts")
+            raise BadInput(f"{what}: the experts of {model.name} are not stacks ({p.name}); plan fused experts")
         if p.shape[0] % parts:
             raise BadInput(f"{what}: it does not divide the {p.shape[0]} experts of a layer ({p.name}); use a number that does")
     if ranks % parts:
-        raise BadInput(f"{what}: {ranks} ranks are no multiple of {parts}; use {ranks // parts * parts or parts} or another multiple")
+        raise BadInput(f"{what}: {ranks} ranks are not a multiple of {parts}; use {ranks // parts * parts or parts} or another multiple")
 
 
 def _with_shared_experts(model: ModelShapes, shares: ExpertShares) -> Iterator[tuple[UnitShape, ExpertShares, bool]]:

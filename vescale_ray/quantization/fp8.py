@@ -73,7 +73,7 @@ class Fp8Block:
         for name in ("rows", "columns"):
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int):
-                raise TypeError(f"Fp8Block({name}={count!r}): give a whole number, as 128")
+                raise TypeError(f"Fp8Block({name}={count!r}): give a whole number, such as 128")
             if count < 1:
                 raise ValueError(f"Fp8Block({name}={count}): a tile needs at least 1 of them")
         if self.scales not in ("float32", "power_of_two"):
@@ -88,7 +88,7 @@ class Fp8Block:
         """
         found = re.fullmatch(FORMAT, text)
         if found is None:
-            raise ValueError(f"{text!r} is no FP8 format: give fp8, fp8 32x32, or fp8 32x32 power_of_two")
+            raise ValueError(f"{text!r} is not an FP8 format: give fp8, fp8 32x32, or fp8 32x32 power_of_two")
         rows, columns = (int(n) for n in (found[1] or "128x128").split("x"))
         return cls(rows, columns, "power_of_two" if found[2] else "float32")
 
@@ -172,7 +172,7 @@ def form_given(policy: str, name: str, form: Any) -> Fp8Block | None:
     if form is None or isinstance(form, Fp8Block):
         return form
     kind = f"the class {form.__name__}" if isinstance(form, type) else f"a {type(form).__name__}"
-    raise TypeError(f"{policy} gave {kind} for {name!r}: it must return an Fp8Block, as Fp8Block(128, 128), or None")
+    raise TypeError(f"{policy} gave {kind} for {name!r}: it must return an Fp8Block, such as Fp8Block(128, 128), or None")
 
 
 def bad_text(tiles: list[tuple[str, int]]) -> str:

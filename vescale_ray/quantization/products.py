@@ -168,7 +168,7 @@ def compute_in_fp8(model: nn.Module, policy: FormPolicy) -> list[str]:
         if not module.weight.is_meta:
             check_device(module.weight.device, form)
         if form.rows != form.columns:
-            raise ValueError(f"products of {fqn!r} in {form}: the input gradient needs square tiles, as Fp8Block({SIDE}, {SIDE})")
+            raise ValueError(f"products of {fqn!r} in {form}: the input gradient needs square tiles, such as Fp8Block({SIDE}, {SIDE})")
         if (kind := type(module.weight.data)) is not Tensor:
             raise ValueError(f"{fqn!r} is a {kind.__name__}: call compute_in_fp8 before the model is sharded or parallelized")
         chosen[name] = module, form  # type: ignore[assignment]

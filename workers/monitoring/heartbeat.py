@@ -133,7 +133,7 @@ def where(frame: FrameType, depth: int = 4) -> Where:
     while at is not None:
         name = at.f_code.co_filename
         compiling |= name.endswith(_COMPILER)
-        waiting |= name in _PASSED_OVER  # also between two looks at the messages, and between two messages
+        waiting |= name in _PASSED_OVER  # these files run between two polls of a message, too
         if len(parts) < depth and (not parts or _COLLECTIVES not in name) and name not in _PASSED_OVER:
             own = _OWN.search(name.replace(os.sep, "/"))
             parts.append(f"{at.f_code.co_name} ({own[1] if own else os.path.basename(name)}:{at.f_lineno or '?'})")

@@ -117,7 +117,7 @@ class StepProfiler:
 
         try:
             begun.profile.stop()
-            trace = tempfile.TemporaryDirectory()  # on this machine, so that no other one delays the step
+            trace = tempfile.TemporaryDirectory()  # a local folder, so that no file server delays the step
             begun.profile.export_chrome_trace(os.path.join(trace.name, "trace.json"))
             begun.profile = memory = None
             if self._on_gpu:

@@ -42,7 +42,7 @@ class MemoryCopy:
     def make_room(self, pool: SlabPool, planned: CopyPlan) -> None:
         """Ensure that there is a buffer to copy to, which no checkpoint uses."""
         self._planned = planned
-        if self.slab is not None and self.slab.shared:  # a checkpoint is still being written from it
+        if self.slab is not None and self.slab.shared:  # a checkpoint is still being written from this buffer
             self.slab.release()
             self.slab = None
         if self.slab is None:

@@ -127,7 +127,7 @@ class Snapshots:
             words: messages of all ranks, if they came with another exchange, such as the move of shards; None exchanges them here.
         """
         if words is not None and len(words) != trainer.world:
-            raise ValueError(f"{len(words)} words of {trainer.world} ranks: give one word per rank, in rank order")
+            raise ValueError(f"{len(words)} messages of {trainer.world} ranks: give one message per rank, in rank order")
         step = trainer.completed
         parked = self._all_parked()
         before = self._generations()

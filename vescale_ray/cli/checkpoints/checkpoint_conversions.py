@@ -149,7 +149,7 @@ def table_at(names: str | None) -> Mapping[str, str] | None:
 def _pair(text: str) -> tuple[str, str]:
     other, found, name = text.partition("=")
     if not (other and found and name):
-        raise BadInput(f"--tied {text}: give OTHER=NAME, as head.weight=embed.weight")
+        raise BadInput(f"--tied {text}: give OTHER=NAME, such as head.weight=embed.weight")
     return other, name
 
 

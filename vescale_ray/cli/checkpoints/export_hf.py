@@ -129,7 +129,7 @@ def _check_options(
 ) -> None:
     """Refuse options that exclude each other. ``parts``: values of the options that choose a part of the checkpoint, by name."""
     if merge and adapters is None:
-        raise BadInput(f"--merge: {path} is no checkpoint of a run with model.lora, or --names is given; leave it out")
+        raise BadInput(f"--merge: {path} is not a checkpoint of a run with model.lora, or --names is given; leave it out")
     if merge and described is None:
         raise BadInput(f"--merge: {path} is not its run's folder; name the folder of the base with --model")
     if fp8 and described is None:

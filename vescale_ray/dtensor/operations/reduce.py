@@ -245,7 +245,7 @@ _PENDING: dict[str, Placement | None] = {
     "max": Partial("max"),
     "amin": Partial("min"),
     "min": Partial("min"),
-    "linalg_vector_norm": None,  # depends on the order
+    "linalg_vector_norm": None,  # the pending reduction depends on the norm's order
 }
 
 REDUCTIONS = frozenset(_KERNELS)

@@ -96,8 +96,8 @@ def refuse_new_shape(func: Any, described: str) -> None:
     """Raise if ``func`` would change the shape or the memory of a DTensor in place, as ``resize_`` does."""
     if torch.Tag.inplace_view in func.tags:
         raise RuntimeError(
-            f"{func} would change the shape or the memory of {described} in place: use an operation that returns a new tensor, as t() for "
-            "t_(), or work on full_tensor()"
+            f"{func} would change the shape or the memory of {described} in place: use an operation that returns a new tensor (t() for "
+            "t_()), or work on full_tensor()"
         )
 
 

@@ -102,7 +102,7 @@ def _flag_offsets() -> tuple[int, int]:
                 probe.sum()
             except RuntimeError:
                 return offsets
-    raise RuntimeError(f"torch {torch.__version__} has no storage flags as vescale_ray knows them: install a torch that the README names")
+    raise RuntimeError(f"torch {torch.__version__} lacks the storage flags that vescale_ray needs: install a torch that the README names")
 
 
 @cache

@@ -87,7 +87,7 @@ class Arguments:
 def check_type(name: str, value: Any, wanted: type, example: str) -> None:
     """Raise TypeError unless the argument ``name`` is a ``wanted``; the message shows ``example``."""
     if not isinstance(value, wanted):
-        raise TypeError(f"{name} must be a {wanted.__name__}, as {example}, not {_shown(value)}")
+        raise TypeError(f"{name} must be a {wanted.__name__}, such as {example}, not {_shown(value)}")
 
 
 def check_flag(name: str, value: Any) -> bool:
@@ -168,7 +168,7 @@ def _check_policies(mixed: Any, offload: Any) -> None:
             continue
         check_type(f"{name} of mp_policy", dtype, torch.dtype, "torch.bfloat16")
         if not dtype.is_floating_point and not dtype.is_complex:
-            raise ValueError(f"{name} of mp_policy is {dtype}: give a floating-point dtype, as torch.bfloat16")
+            raise ValueError(f"{name} of mp_policy is {dtype}: give a floating-point dtype, such as torch.bfloat16")
         if dtype.itemsize == 1 and name != "output_dtype":
             raise ValueError(
                 f"{name} of mp_policy is {dtype}, which needs scales beside it: give torch.bfloat16, and float8 weights as tensors with "
@@ -237,7 +237,7 @@ def ignored_of(params: Any) -> set[nn.Parameter]:
     """
     if params is None:
         return set()
-    how = "give the parameters themselves, as {model.head.weight}"
+    how = "give the parameters themselves, such as {model.head.weight}"
     if isinstance(params, torch.Tensor | nn.Module | str) or not isinstance(params, Iterable):
         raise TypeError(f"ignored_params = {_shown(params)}: it must be a set of parameters; {how}")
     params = list(params)
@@ -269,8 +269,8 @@ def unit_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
             raise TypeError(f"fully_shard got a list with {_shown(one)}: give modules only")
         if isinstance(one, nn.ModuleList | nn.ModuleDict) and type(one).forward is nn.Module.forward:
             raise ValueError(
-                f"fully_shard does not support containers that do not implement forward, as {described(one)}: apply it to each module that "
-                f"is in it"
+                f"fully_shard does not support containers that do not implement forward, such as {described(one)}: apply it to each module "
+                f"in it"
             )
         if unit_of(one) is not None:
             raise BadArgument(f"{_ONCE} fully_shard was applied to this {described(one)} already: leave out the second call")
@@ -302,7 +302,7 @@ def managed_modules(roots: Sequence[nn.Module]) -> set[nn.Module]:
         if isinstance(one, _WRAPPERS):
             raise ValueError(
                 f"{_where(roots, one)} is a {type(one).__name__}, which manages its parameters itself: give fully_shard the plain model, "
-                f"without the wrapper; replicas are a mesh dimension, as mesh_dim_names=('replicate', 'shard')"
+                f"without the wrapper; replicas are a mesh dimension, such as mesh_dim_names=('replicate', 'shard')"
             )
         if isinstance(one, torch.jit.ScriptModule):
             raise ValueError(f"{_where(roots, one)} is a torch.jit.ScriptModule, which takes no hooks: give fully_shard the plain module")
@@ -345,7 +345,7 @@ def check_parameter(fqn: str, module: nn.Module, attribute: str, param: nn.Param
 def check_block(fqn: str, block: Any) -> None:
     """Raise TypeError for a result of ``block_policy`` that is neither a block nor None."""
     if block is not None and not isinstance(block, Block):
-        raise TypeError(f"block_policy gave {_shown(block)} for {fqn!r}: it must return a Block, as Block.rows(4), or None")
+        raise TypeError(f"block_policy gave {_shown(block)} for {fqn!r}: it must return a Block, such as Block.rows(4), or None")
 
 
 def has_hooks(fqn: str, param: nn.Parameter, block: Block | None, shard_dim: int | None) -> bool:

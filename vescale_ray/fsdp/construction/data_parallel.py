@@ -44,13 +44,13 @@ def data_parallel_ranks(given: Arguments) -> tuple[DataParallelRanks, ShardingPl
     mesh = axes.mesh
     if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: give one or two of its dimensions, as mesh['dp'], or say with "
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: give one or two of its dimensions, such as mesh['dp'], or say with "
             f"sharding=Sharding.zero3('dp') which of them shard"
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise BadArgument("Please init the 2D mesh for HSDP with mesh_dim_names specified, as ('replicate', 'shard')")
+        raise BadArgument("Please init the 2D mesh for HSDP with mesh_dim_names specified, such as ('replicate', 'shard')")
     given.resharding(mesh)
-    if mesh.device_type == "cpu" or type(given.offload_policy) is not OffloadPolicy:  # shards in host memory
+    if mesh.device_type == "cpu" or type(given.offload_policy) is not OffloadPolicy:  # the shards are in host memory, so gloo moves them
         gloo.warn_of_threads(mesh.get_all_groups())
     return DataParallelRanks(mesh, given.mesh if dims is not None else None, dims), axes
 
@@ -138,12 +138,12 @@ def parallel_of(fqn: str, param: nn.Parameter, data: DataParallelRanks) -> Paral
         except (RuntimeError, AssertionError, TypeError) as error:
             if hasattr(param, SUMMED_OVER):
                 raise ValueError(
-                    f"parameter {fqn!r} is of parallel experts on {mesh}, whose ranks hold different ones: apply fully_shard to the module "
-                    f"of experts first, with the other dimension of that mesh, as mesh['dp']"
+                    f"parameter {fqn!r} belongs to experts that are distributed over {mesh}: apply fully_shard to the module of experts "
+                    f"first, over the other dimension of that mesh, such as mesh['dp']"
                 ) from error
             raise ValueError(
                 f"parameter {fqn!r} is a DTensor on {mesh}, which does not go with the data-parallel mesh {data_mesh}: give its "
-                f"full_tensor(), or, for tensor parallelism, take both from one mesh, as init_device_mesh(.., "
+                f"full_tensor(), or, for tensor parallelism, take both from one mesh: init_device_mesh(.., "
                 f"mesh_dim_names=('dp', 'tp'))['dp'] and ['tp']"
             ) from error
     shape, even = list(param.shape), True

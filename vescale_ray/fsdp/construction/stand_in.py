@@ -163,7 +163,7 @@ def _local_shape_and_global_offset(
     offsets, sizes = boxes[0]
     if len(boxes) > 1 or tuple(sizes) != tuple(layout.local_shape):
         raise ValueError(
-            f"a part of {tuple(global_shape)} with placements {list(placements)} is no box: use local_boxes() of the RaggedDTensor, or "
+            f"a part of {tuple(global_shape)} with placements {list(placements)} is not a box: use local_boxes() of the RaggedDTensor, or "
             f"stand_in_for_torch(plain_shards=True)"
         )
     return tuple(sizes), () if skip_offset else tuple(offsets)

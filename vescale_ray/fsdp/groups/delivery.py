@@ -220,5 +220,5 @@ def _part_of_gradient(param: GroupParam) -> torch.Tensor:
     held = f"placements {list(grad.placements)}" if isinstance(grad, DTensor) else f"shape {tuple(grad.shape)}"  # type: ignore[union-attr]
     raise ValueError(
         f"parameter {param.fqn!r} has a {type(grad).__name__} with {held} as its gradient, to which a backward can't add its shard: set "
-        f"parameter.grad = None, or to a tensor with the parameter's placements, as torch.zeros_like(parameter)"
+        f"parameter.grad = None, or to a tensor with the parameter's placements, such as torch.zeros_like(parameter)"
     )

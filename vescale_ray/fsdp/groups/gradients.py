@@ -125,7 +125,7 @@ class Gradients(GradientSettings):
         if self.place.replicate_group is not None:
             return "a mesh of replicas (HSDP): shard over all ranks"
         if self.custom_scatter is not None:
-            return "a custom reduce-scatter: take it away"
+            return "a custom reduce-scatter: remove it"
         if self.division.copies or not self.kept.in_place:
             return "tensors that are cut by a plain Shard(dim > 0) or laid out with gaps: leave placements and gaps to the planner"
         return None

@@ -69,7 +69,7 @@ class ParameterGroup:
         """Version of the sharded parameters at the last gather."""
         self._local_of = 0
         """Version of the master shard's memory at the last gather. It also counts writes that only one rank made."""
-        self._writes = 0  # of all ranks alike
+        self._writes = 0  # counts writes that all ranks make alike
         self._renormed = any(getattr(ref(), "max_norm", None) is not None for source in plan.sources for ref, _ in source.owners)
         """True if an embedding with ``max_norm`` writes to the gathered parameters in forward. These writes are dropped on purpose."""
         self.gathered = GatheredBuffer(self.place, self.division, plan.wire, self.compute_dtype, weakref.WeakMethod(self.invalid_because))

@@ -92,7 +92,7 @@ class MasterShard:
             return None
         for param, new in zip(self.params, current, strict=True):
             if param.home is not None and new is not param.home.installed():
-                param.home = None  # both were replaced, each by its own parameter
+                param.home = None  # the tied parameters were replaced by two separate ones
         if all(c is p.sharded and self._has(c, p) for c, p in zip(current, self.params, strict=True)):
             return None
         alike = {(c.dtype, c.device.type) for c, p in zip(current, self.params, strict=True) if not p.is_left}

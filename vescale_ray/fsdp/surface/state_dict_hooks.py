@@ -41,7 +41,7 @@ def watch_state_dicts(unit: Unit) -> None:
         # detach() of a DTensor whose local part is a view of a buffer reports storage at that part's offset: make it anew.
         for name in module._parameters:
             value = saved.get(prefix + name)
-            if type(value) is DTensor and value.storage_offset() and not isinstance(value, nn.Parameter):  # with keep_vars: itself
+            if type(value) is DTensor and value.storage_offset() and not isinstance(value, nn.Parameter):  # keep_vars=True gives it
                 saved[prefix + name] = enclose(DTensor, local_of(value), value._spec)
 
     def before_load(module: nn.Module, given: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -139,8 +139,8 @@ def check_managed(unit: Unit) -> None:
                     raise ValueError(_describe(param, held.get(attribute)))
             if param.lost_data():
                 raise ValueError(
-                    f"a tensor was assigned to .data of parameter {param.fqn!r}, but torch's DTensor keeps its old values: write them into "
-                    f"the parameter, as parameter.data.copy_(value), or shard it without shard_placement_fn and plain_shards"
+                    f"a tensor was assigned to .data of parameter {param.fqn!r}, but torch's DTensor keeps its old values: write them with "
+                    f"parameter.data.copy_(value), or shard it without shard_placement_fn and plain_shards"
                 )
         if moved and not gathered:
             group.adopt()  # param.data = value has replaced the local tensor
@@ -249,13 +249,13 @@ def check_tied(units: list[Unit]) -> None:
             if param.tied is not None and installed is param.tied:
                 raise ValueError(
                     f"Parameter {param.fqn!r} is shared with a parameter already managed by another FSDP group: the modules are tied. Put "
-                    f"all that hold it into one unit, as fully_shard([module_a, module_b]), or leave all of them to the root"
+                    f"all that hold it into one unit with fully_shard([module_a, module_b]), or leave all of them to the root"
                 )
             home = homes[id(installed)]
             if home is not param and (group.hooked or not param.tie_to(home)):
                 raise ValueError(
                     f"Parameter {param.fqn!r} is shared with a parameter already managed by another FSDP group: it was tied to "
-                    f"{home.fqn!r} after fully_shard. Tie the modules first, then put them into one unit, as fully_shard([module_a, "
+                    f"{home.fqn!r} after fully_shard. Tie the modules first, then put them into one unit with fully_shard([module_a, "
                     f"module_b])"
                 )
     check_memory([param for unit in units for group in unit.groups for param in group.params])

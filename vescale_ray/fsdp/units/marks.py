@@ -127,7 +127,7 @@ class Call(Generic[U]):
         unit = self.unit()
         if unit is None or unit.open_call is self:
             return
-        if unit.call is self:  # its forward still runs, with the parameters at hand
+        if unit.call is self:  # the unit is still in its forward, so its parameters are gathered
             unit.backward_inside()
         else:
             unit.pre_backward(self)

@@ -83,7 +83,7 @@ def _compare(ranks: _Ranks, digest: bytes, descriptions: list[tuple[str, ...]]) 
     head = lines[0] if lines else "(no such unit)"
     text = f"{head}: {lines[line]}" if 0 < line < len(lines) else head if line == 0 else f"{head}: (nothing more)"
     texts = [t.rstrip(b"\0").decode(errors="replace") for t in ranks.gather(text.encode()[:_TEXT], _TEXT)]
-    if texts[0] == texts[odd]:  # the replicas are alike at this rank's position and differ at another's
+    if texts[0] == texts[odd]:  # the replicas differ, but not in the plans of the ranks compared here
         return digests, f"{ranks.word} {odd} and {ranks.word} 0 differ (the error of another rank says where)"
     return digests, f"{ranks.word} 0 has {texts[0]!r}, {ranks.word} {odd} has {texts[odd]!r}"
 

@@ -121,7 +121,7 @@ def _mapped(function: TensorMap, tree: Any, copies: Copies | None, memo: dict[in
         items = [map_tensors(function, item, copies, memo) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
-        make: Any = getattr(tree, "_make", type(tree))  # of a named tuple, past a __new__ of its own
+        make: Any = getattr(tree, "_make", type(tree))  # for a named tuple, without its own __new__
         return make(items)
     if isinstance(tree, list):
         items = [map_tensors(function, item, copies, memo) for item in tree]

@@ -99,7 +99,9 @@ class KroneckerOptimizer(BlockOptimizer):
         check_common(group)
         block = parse_block(group["block"])
         if isinstance(block, int):
-            raise ValueError(f"block = {group['block']!r}: {type(self).__name__} needs blocks of rows and columns, as Block.tile(256, 256)")
+            raise ValueError(
+                f"block = {group['block']!r}: {type(self).__name__} needs blocks of rows and columns, such as Block.tile(256, 256)"
+            )
         group["block"] = block_text(block)
         check_number(group, "precondition_frequency", whole=True)
         if group["precondition_frequency"] < 1:

@@ -180,7 +180,7 @@ class Muon(InPlaceLoading):
             decision = route.agreement.decide(check_finite=self.nonfinite != "propagate", fault=self.fault())
             if decision.split:
                 names = ", ".join(route.names[i] for i in decision.split[:3])
-                warnings.warn(f"{names}: a gradient on some ranks only; left out of this step on all of them", stacklevel=2)
+                warnings.warn(f"{names} have a gradient on some ranks only; all ranks leave them out of this step", stacklevel=2)
         if not goes_on(decision, self.nonfinite):
             self.skipped_steps += 1
             return loss
@@ -312,7 +312,7 @@ class _Part:
 
     def advance(self) -> None:
         """Write the momentum, and decay the parameter."""
-        momentum = self._momentum.to(self._gradient.dtype)  # itself, for FP32
+        momentum = self._momentum.to(self._gradient.dtype)  # no copy if the momentum is FP32
         momentum.lerp_(self._gradient, 1 - self.group["momentum"])
         if momentum is not self._momentum:
             self._momentum.copy_(momentum)

@@ -20,7 +20,7 @@ MOVES = 2
 """Number of moves that are planned in each round; each costs two plans."""
 
 
-@lru_cache(maxsize=8)  # like plan_layout's: a DeepSeek-V3 layer of 782 tensors takes up to a second
+@lru_cache(maxsize=8)  # cached as plan_layout is: a DeepSeek-V3 layer of 782 tensors takes up to a second
 def per_block(specs: tuple[TensorSpec, ...], num_shards: int, gaps: frozenset[str] | None = frozenset()) -> tuple[Layout, ...]:
     """Plan one buffer for each length of block, then move tensors between them as long as that saves padding.
 
