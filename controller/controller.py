@@ -181,7 +181,7 @@ class Controller:
             self._server.close()
 
     def _waiting(self) -> tuple[str, ...]:
-        """Return the warning about a folder that could not be read for long."""
+        """Return a warning if the run's folder has been unreadable for long, else nothing."""
         if time.monotonic() - self._since < TELL_S:
             return ()
         if not self._told:

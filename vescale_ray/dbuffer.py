@@ -183,14 +183,15 @@ class KeptShard:
         return self.flat[start : start + self.kept.lengths[name]]
 
     def spread(self, part: torch.Tensor, *, non_blocking: bool = False) -> None:
-        """Copy into this rank's part of the buffer, with a cast; if the two memories differ, its padding stays unchanged."""
+        """Copy the shard into ``part``, this rank's part of a buffer, with a cast. If the shard leaves out gaps of ``part``, they stay
+        unchanged."""
         if self.kept.in_place:
             part.copy_(self.flat, non_blocking=non_blocking)
         for mine, there in self._pairs(part):
             there.copy_(mine, non_blocking=non_blocking)
 
     def collect(self, part: torch.Tensor) -> None:
-        """Copy from this rank's part of a buffer of the same layout, with a cast."""
+        """Copy the shard from ``part``, this rank's part of a buffer of the same layout, with a cast."""
         if self.kept.in_place:
             self.flat.copy_(part)
         for mine, there in self._pairs(part):

@@ -110,7 +110,7 @@ def _check(name: str, module: nn.Module, ranks: int, of: str) -> None:
     inside = next((n for n, one in module.named_modules() if one is not module and any(True for _ in one.parameters(recurse=False))), None)
     inside = inside or next((n for n, _ in module.named_buffers()), None)
     if inside is not None:
-        raise ValueError(f"{name}.{inside}: parallel experts are the parameters of one module; give the class that holds them with kind=..")
+        raise ValueError(f"{name}.{inside}: all experts must be parameters of one module; name the class that holds them with kind=..")
     for attribute, parameter in module.named_parameters():
         if is_managed(module, attribute):
             raise ValueError(f"fully_shard has sharded {name} already: call parallelize_experts before it, on the plain model")

@@ -130,7 +130,7 @@ def set_optimizer_state_dict(
 def _load_sharded(
     model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], mine: Mapping[str, Any], given: Any, strict: bool
 ) -> None:
-    """Load a sharded state dict. One that numbers the parameters is that of the optimizer itself."""
+    """Load a sharded state dict. If it numbers the parameters instead of naming them, it came from the optimizer's own ``state_dict()``."""
     if not isinstance(given, Mapping) or not given or ("state" in given) != ("param_groups" in given):
         shown = list(given)[:3] if isinstance(given, Mapping) else type(given).__name__
         raise ValueError(f"the optimizer state dict has no 'param_groups', but {shown}: give what get_optimizer_state_dict() returns")

@@ -77,7 +77,7 @@ def recomputed(forward: Forward, *, selective: bool, whole: bool = False) -> For
 
 
 def recompute_selectively(units: Iterable[nn.Module]) -> None:
-    """Make ``units`` compute everything but matrix products and attention again in backward."""
+    """Make ``units`` keep the results of matrix products and attention only, and compute the others again in backward."""
     for unit in units:
         unit.forward = recomputed(unit.forward, selective=True)  # type: ignore[method-assign]
 

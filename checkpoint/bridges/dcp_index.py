@@ -184,7 +184,7 @@ def _located(storage: Mapping[tuple[str, tuple[int, ...] | None], Any], key: str
     if not plain:
         raise ForeignFileError(f"it keeps data in {_brief(name)}, which is not a file of the folder")
     if not _counts((start, length)):
-        raise ForeignFileError(f"it keeps data at byte {_brief(start)} of {name!r}, {_brief(length)} bytes")
+        raise ForeignFileError(f"malformed: {key!r} lies at byte {_brief(start)} of {name!r}, in {_brief(length)} bytes")
     if fields.get("transform_descriptors"):
         raise ForeignFileError(
             f"its streams were transformed ({_brief(fields['transform_descriptors'])}); only plain ones can be read by ranges"

@@ -84,7 +84,7 @@ class ShardPiece:
             raise ValueError(f"{what}: name and kind must not be empty")
         if not 0 <= self.start <= self.end <= math.prod(self.shape):
             raise ValueError(
-                f"{what}: range [{self.start}, {self.end}) of a tensor of shape {self.shape} ({math.prod(self.shape)} elements)"
+                f"{what}: range [{self.start}, {self.end}) is not inside a tensor of shape {self.shape} ({math.prod(self.shape)} elements)"
             )
         if self.tiling.cuts and (problem := self.tiling.problem(self.shape)):
             raise ValueError(f"{what}: {problem}")

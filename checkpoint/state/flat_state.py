@@ -86,7 +86,7 @@ class Saved(Holder, Protocol):
 
 @dataclass(frozen=True)
 class TensorChoice:
-    """The tensors of a state that a load takes, what either side may lack, and their stored names."""
+    """Which tensors a load takes, which ones the model or the checkpoint may lack, and under which names they are stored."""
 
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()

@@ -82,11 +82,11 @@ def is_folded(value: Any) -> bool:
 
 
 def unfold(value: Any, tensor: Callable[[Any], Any] | None = None, like: Any = None) -> Any:
-    """Return the inverse of :func:`fold`, and of ``encode`` for any other value of an optimizer.
+    """Return the value that :func:`fold` or ``encode`` has written as ``value``.
 
     Args:
         tensor: function from the path of a tensor to the tensor.
-        like: the value that it replaces, for :func:`decode`.
+        like: the value that the result replaces, for :func:`decode`.
     """
     return unpack(value[_FOLDED], EntryBytes(states=tensor)) if is_folded(value) else decode(value, like)
 

@@ -235,7 +235,7 @@ class _Collection:
             except (ManifestError, OSError) as error:
                 if self._gone(commit):
                     continue
-                # It may be the best: one failure of the store must not cost it.
+                # It may be the best one, so it is kept: a single failure of the store must not lose it.
                 self.unread.add(commit.name)
                 self.problems.append(f"checkpoint {commit.name} could not be rated, and is kept: {error}")
                 continue

@@ -67,7 +67,7 @@ class Cadence:
         return self.interval
 
     def due(self, now: float, busy: bool) -> bool:
-        """Return whether a checkpoint should begin. The first one comes after the least interval, to measure the cost."""
+        """Return whether a checkpoint should begin. The first one comes after the shortest interval allowed, to measure the cost."""
         if not self.auto or busy:
             return False
         return now - self._last >= (self.interval.seconds if self.interval is not None else self._section.auto_min_s)

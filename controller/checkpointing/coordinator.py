@@ -143,7 +143,7 @@ class CheckpointCoordinator:
         """
         step = held_step(self._worker_group, holders)
         if step >= (self._log.stats.checkpoints.step or 0):
-            self._lookup = None  # its answer would be old when the storage is asked again
+            self._lookup = None  # the next lookup must not take this answer, which will be old
             return None
         try:
             return self._ask_storage()

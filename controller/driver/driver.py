@@ -143,7 +143,7 @@ def run(
             if ready.source.step >= config.train.steps:
                 return _nothing_to_do(config, folder, ready)
             asked = _asked_for(folder, attempt.run_id) or asked
-            wish = [ScheduledAction(0, "rescale", asked)] if asked else []  # a rescale outlives the supervisor
+            wish = [ScheduledAction(0, "rescale", asked)] if asked else []  # keeps the number of workers last asked for
             schedule = [*wish, *(action for action in schedule if action.step > result.step)]
             warnings.append(f"{result.error}, at step {result.step}; the run was begun anew from step {ready.source.step}")
 

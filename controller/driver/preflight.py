@@ -217,7 +217,7 @@ def with_model_data(config: RunConfig) -> RunConfig:
 
 
 def stream_of(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
-    """Return the values that determine the sample at each position. A run that resumes must not have changed any of them."""
+    """Return the values that determine which sample is at each position. A run that resumes must not have changed any of them."""
     return {
         **dataset.identity(),
         "data.seq_len": config.data.seq_len,

@@ -109,7 +109,7 @@ class RunStats:
         return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
 
     def goodput_at(self, now: float) -> Goodput:
-        """Return the accounts. If certainly no step is under way, they include the time until ``now``."""
+        """Return the accounts of the run's time. They include the time until ``now`` only if certainly no step is under way."""
         accounts = replace(self.goodput, lost=dict(self.goodput.lost))
         # A generation that has completed a step is in a step until the next one forms. Before its first step, RUNNING means that its
         # members have their state.
@@ -178,7 +178,7 @@ class RunStats:
         step = int(event["step"])
         self.evaluations[step] = evaluated_sets(event)
         if step >= self.last_step and self.goodput.cause is None:
-            # No later step's line will say what the time before it was spent on.
+            # No step follows, whose line would say what this time was spent on.
             self.goodput.open(Loss.EVALUATION)
             self.goodput.turn(Loss.CHECKPOINT, float(event["time"]))
 

@@ -197,7 +197,7 @@ def test_a_rank_cannot_write_twice_in_one_attempt(root):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: piece(0, 120, shape=(3, 4)), r"range \[0, 120\) of a tensor of shape \(3, 4\)"),
+        (lambda: piece(0, 120, shape=(3, 4)), r"range \[0, 120\) is not inside a tensor of shape \(3, 4\)"),
         (lambda: ckpt.ShardPiece("w", "param", 0, 120, (30, 4), torch.float32, W), "give a flat tensor of 120 elements"),
         (lambda: ckpt.ShardPiece("w", "param", 0, 120, (30, 4), torch.float16, W.reshape(-1)), "data is torch.float32"),
         (lambda: ckpt.ShardPiece("w", "param", 0, 4, (4,), torch.float32, torch.empty(4, device="meta")), "call to_empty"),

@@ -293,7 +293,7 @@ def test_experts_that_can_not_be_distributed_are_refused(rank: int, world: int) 
         fully_shard(twice.layers[0])
     nested = made()
     nested.layers[0].ffn.experts.gate = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"layers.0.ffn.experts.gate: parallel experts are the parameters of one module"):
+    with pytest.raises(ValueError, match=r"layers.0.ffn.experts.gate: all experts must be parameters of one module"):
         parallelize_experts(nested, mesh["ep"])
 
 

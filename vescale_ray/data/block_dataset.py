@@ -189,7 +189,7 @@ class BlockDataset:
         }
 
     def identity(self) -> Mapping[str, str | int]:
-        """Return the values that determine the sample of each id, by configuration key."""
+        """Return what determines which sample an id stands for: values by configuration key."""
         return {**self._keys, "data.corpus": self._digest(), "data.shuffle_blocks": self._window}
 
     def _answers(self) -> dict[str, str | int | None]:

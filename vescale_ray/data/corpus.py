@@ -120,7 +120,7 @@ class Corpus:
         return {"name": self.name, "type": "text", **counts, "heldout_samples": self.heldout_samples, "sha256": self.sha256}
 
     def identity(self) -> dict[str, str | int]:
-        """Return the values that determine the sample of each id, by configuration key."""
+        """Return what determines which sample an id stands for: values by configuration key."""
         return {"data.corpus": self.sha256}
 
 

@@ -91,5 +91,5 @@ class Dataset(Protocol):
         ...
 
     def identity(self) -> Mapping[str, str | int]:
-        """Return the values that determine the sample of each id, by configuration key. They must be the same when a run resumes."""
+        """Return what determines which sample an id stands for: values by configuration key. They must be the same when a run resumes."""
         ...

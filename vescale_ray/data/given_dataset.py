@@ -93,7 +93,7 @@ class GivenDataset:
         return {"name": type(self._samples).__name__, "type": "object", **counts, "sha256": self._digest}
 
     def identity(self) -> Mapping[str, str | int]:
-        """Return the values that determine the sample of each id, by configuration key."""
+        """Return what determines which sample an id stands for: values by configuration key."""
         return {"data.corpus": self._digest}
 
     def _gather(self, ids: npt.ArrayLike, first: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +127,7 @@ class GivenDataset:
         try:
             return self._samples[number]
         except OSError:
-            raise  # of the storage, which may recover
+            raise  # the storage may recover
         except Exception as error:
             raise BadInput(f"dataset[{number}] raises {type(error).__name__}: {' '.join(str(error).split())}") from error
 

@@ -138,7 +138,7 @@ class Mixture:
         return {f"{number}.{key}": value for number, told in every for key, value in told.items()}
 
     def identity(self) -> Mapping[str, str | int]:
-        """Return the values that determine the sample of each id, by configuration key."""
+        """Return what determines which sample an id stands for: values by configuration key."""
         counts = " : ".join(map(str, self.shares.counts.tolist()))
         found: dict[str, str | int] = {"data.corpus": "a mixture", "data.mixture": f"weights {counts}"}
         for number, source in enumerate(self.sources):

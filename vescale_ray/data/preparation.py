@@ -142,7 +142,7 @@ def tokenizer_of(file: DataFile) -> str | None:
     """Return the identity of the tokenizer that made ``file``, by the plan beside it; None if it is not known."""
     try:
         found = json.loads(file.fs.cat_file(f"{file.path.rpartition('/')[0]}/{PLAN}")).get("--tokenizer")
-    except Exception:  # most files have none beside them
+    except Exception:  # most files have no plan beside them
         return None
     return found if isinstance(found, str) else None
 

@@ -72,7 +72,7 @@ class HfFolder:
 
     @property
     def positions(self) -> int | None:
-        """Most tokens of a sequence, if the model has a limit."""
+        """Maximum number of tokens of a sequence, if the model has a limit."""
         limit = getattr(self._text, "max_position_embeddings", None)
         return limit if isinstance(limit, int) and limit > 0 else None  # XLNet: -1
 

@@ -126,7 +126,7 @@ class BlockOptimizer(InPlaceLoading, ABC):
         if decision is None and self.nonfinite != "propagate":
             if self._agreement is None or [*map(id, self._agreement.parameters)] != [*map(id, params)]:
                 self._agreement = Agreement(params)
-            decision = self._agreement.decide(fault=fault)  # call it even with a fault, because the other ranks wait for this rank
+            decision = self._agreement.decide(fault=fault)  # called even if this rank has a fault, because the others wait for it
             if not goes_on(decision, self.nonfinite):
                 self.skipped_steps += 1
                 return loss

@@ -309,7 +309,7 @@ def _buffers(plan: ModelPlan, policy: Policy, backend: str, rank: int) -> tuple[
         for unit, layout in ((u, layout) for u in groups for layout in u.plan.buffers):
             alone, kept = unit.group == 1, layout.kept(unit.shares.position_of(rank))
             uncast = policy.compute_dtype == policy.shard_dtype(trainable=unit.trainable)
-            # A rank alone writes gradients into their shard, and computes with views of it if it does not cast.
+            # A single rank needs no buffers: it writes gradients into its shard and, without a cast, computes with views of the shard.
             if alone and uncast and unit.coded is None and kept.in_place:
                 continue
             gathered = layout.numel * cast

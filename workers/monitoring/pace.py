@@ -70,7 +70,7 @@ def spread(slots: int, per_slot: Sequence[float], per_round: float) -> tuple[int
     world = len(per_slot)
     order = sorted(range(world), key=lambda rank: (per_slot[rank], rank))
     cost = np.array([per_slot[rank] + per_round for rank in order])
-    left = slots - world  # after the round in which all ranks take part
+    left = slots - world  # slots after the first round, in which every rank has one
     best = np.zeros(left + 1)
     fastest = np.zeros(left + 1, dtype=np.int64)
     for count in range(1, left + 1):

@@ -276,8 +276,8 @@ def _foreach(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def _foreach_ragged(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run lists with at least one ragged tensor per index. The first one gives the index its layout; in every schema the written list
-    comes first, so it decides."""
+    """Run a ``_foreach`` operation on lists with at least one ragged tensor per index. The first ragged tensor at an index gives the layout
+    of all at this index. In every schema the list that is written comes first, so its layout decides."""
     name, described, writes = str(func), func._schema.arguments, _rule(func).writes
     lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
     shardings = [sharding_of(next(x[i]._spec for x in lists if isinstance(x[i], cls))) for i in range(len(lists[0]))]

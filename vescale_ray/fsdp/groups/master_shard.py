@@ -120,7 +120,7 @@ class MasterShard:
             param.install(param.sharded)
 
     def _has(self, current: nn.Parameter, param: GroupParam) -> bool:
-        """True if a parameter is unchanged: still a view of the shard, or, if tied, of the same dtype and device."""
+        """True if a parameter is unchanged: still a view of the shard. A tied parameter needs the shard's dtype and device only."""
         if param.home is None:
             return is_view_of(current, self.flat)
         return (current.dtype, current.device) == (self.flat.dtype, self.flat.device)

@@ -59,10 +59,10 @@ class PlainWire:
 
 
 class CodeWire:
-    """FP8 codes and scales, laid out as ``parts`` says, of which this rank sends those of its shard.
+    """FP8 codes and scales, laid out as ``parts`` says. A rank sends those of its shard.
 
-    The codes are those of the whole tensor, whatever the number of ranks. A rank holds whole tiles, or the ranks tell each other the
-    largest magnitudes in those that they share.
+    The codes do not depend on the number of ranks: a rank holds whole tiles, or the ranks that share a tile agree on the largest magnitude
+    in it.
     """
 
     apart = True

@@ -64,8 +64,8 @@ def per_block(specs: tuple[TensorSpec, ...], num_shards: int, gaps: frozenset[st
 def _balanced(layouts: list[Layout]) -> list[Layout]:
     """Move tensors from one buffer to another as long as that reduces the sum of the shards noticeably.
 
-    Take a buffer whose blocks force a multiple of 3.5 on its shard of 3.5, and another that rounds 9.25 up to 10. If tensors of 3.5 move to
-    the first one, the shards are 7 and 6.
+    For example, one buffer's blocks need shards that are a multiple of 3.5, and it has a shard of 3.5. Another rounds its shard of 9.25 up
+    to 10. If tensors of 3.5 per shard move to the first one, the shards are 7 and 6 instead of 3.5 and 10.
     """
     layouts = list(layouts)
     while len(layouts) > 1 and sum(layout.numel for layout in layouts) > (1 + SETTLED) * sum(layout.tensor_numel for layout in layouts):
