@@ -304,7 +304,7 @@ def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def word_of(error: BaseException) -> Word:
-    """Return the word of a rank that could not flatten its state: the problem, or that it was interrupted."""
+    """Return the message to the other ranks if this rank could not flatten its state: the problem, or that it was interrupted."""
     if isinstance(error, Exception):
         return Word(problem=str(error) or type(error).__name__)
     return Word(left=f"interrupted by {type(error).__name__}")

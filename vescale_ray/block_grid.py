@@ -1,4 +1,4 @@
-"""Grid: the blocks of a tensor, from its shape alone. Pure integers.
+"""The blocks into which a tensor is divided, computed from its shape alone, in integers.
 
 A tensor counts as one or more matrices. With 2 dimensions it is one matrix. With 3 it is a stack of them (a fused tensor's
 experts). With 4 or more it is one matrix of ``shape[0]`` rows (a convolution's filters). A matrix is cut into *bands*, runs of

@@ -35,7 +35,7 @@ def show_devices(devices: str) -> None:
 
 
 class Standby:
-    """The state that the threads of a standby share: it is prepared or not, and has a place or not."""
+    """The state that the threads of a standby share: whether it is prepared, and whether it has a place."""
 
     def __init__(self) -> None:
         self._change = threading.Condition()

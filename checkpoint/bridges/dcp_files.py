@@ -193,7 +193,7 @@ def _slices(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 def _spans(runs: list[tuple[int, int]], width: int) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-    """Runs merged if the gaps between them are no larger than the wanted elements: (first element, end, runs in it)."""
+    """Merge runs while the gaps between them are no larger than the wanted elements. Yields (first element, end, the runs in it)."""
     members: list[tuple[int, int]] = []
     wanted = 0
     for run in runs:

@@ -312,7 +312,8 @@ def _cut(source: TensorSource, items: Sequence[tuple[str, str]], limit: int) -> 
 
 
 def _room(source: TensorSource, name: str, kind: str, start: int, end: int) -> int:
-    """Return the bytes of a cut in the buffer: a multiple of 16, so that the next cut is aligned for any dtype."""
+    """Return the bytes that the elements ``[start, end)`` of a tensor take in the buffer: a multiple of 16, so that the next tensor's are
+    aligned for any dtype."""
     return -(-(end - start) * source.tensors[name].kinds[kind].itemsize // 16) * 16
 
 

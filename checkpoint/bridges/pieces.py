@@ -38,7 +38,7 @@ class FileLayout:
         shapes: shape of each tensor that the pieces make up.
         ignored: regular expressions; files may have tensors whose names one of them is found in.
         tied: names of tensors that are tied to a tensor of ``pieces``, with its name. Files may hold either, or both.
-        prefix: begin of names that all of a folder's files may leave out.
+        prefix: beginning of names that all of a folder's files may leave out.
     """
 
     pieces: Mapping[str, FilePiece]

@@ -183,7 +183,7 @@ class Accord:
                         self._store.delete_key(f"{key}/r{rank}")
 
     def _heard(self, key: str, word: Word, timeout_s: float, cancelled: Callable[[], bool]) -> Verdict:
-        """Agree, on ranks 1 and up."""
+        """Do the part of :meth:`agree` on a rank other than 0: send this rank's word, and wait for the verdict."""
         assert self._store is not None
         self._store.set(f"{key}/r{self.rank}", word.to_json())
         raw = self._await(f"{key}/verdict", 2 * timeout_s, cancelled)
@@ -192,7 +192,7 @@ class Accord:
         return Verdict(**json.loads(raw))
 
     def _ruled(self, key: str, word: Word, name: Callable[[], tuple[str, int]], timeout_s: float, cancelled: Callable[[], bool]) -> Verdict:
-        """Agree, on rank 0."""
+        """Do rank 0's part of :meth:`agree`: collect the words, and publish the verdict."""
         if word.problem is not None or word.busy:
             verdict, taken = self._judge([word]), False
         else:

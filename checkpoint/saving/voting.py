@@ -123,7 +123,7 @@ def _lead(store: ObjectStore, attempt: Attempt, written: Vote | Exception, cance
 
 
 def _silent(store: ObjectStore, what: str) -> str:
-    """Complete the error about a rank that has left nothing in the store."""
+    """Return the error ``what`` about a rank without a message in the store, with the store's place and the remedy."""
     return f"{what} in {store.describe()}; if the rank lives, give a folder or URL that all ranks share; earlier checkpoints are untouched"
 
 

@@ -92,7 +92,7 @@ def unfold(value: Any, tensor: Callable[[Any], Any] | None = None, like: Any = N
 
 
 def is_replicated(param: torch.Tensor, state: torch.Tensor) -> bool:
-    """Return whether every rank holds a whole state with as many elements as its sharded parameter. The shape alone would not tell."""
+    """Return whether every rank holds a whole state with as many elements as its sharded parameter. The shape alone does not show it."""
     if not isinstance(param, DTensor) or not isinstance(state, DTensor) or state.numel() != param.numel():
         return False
     return all(p.is_replicate() for p in state.placements) and not all(p.is_replicate() for p in param.placements)

@@ -40,7 +40,7 @@ def noted(store: ObjectStore, attempt: str = "") -> dict[str, set[str]]:
 
 
 def lacking(manifest: Manifest, notes: set[str]) -> list[tuple[ObjectEntry, AuxEntry | None]]:
-    """Return the ranks' objects without a note, each with its aux object."""
+    """Return the objects that no note says are right, each with its rank's aux object."""
     aux = {entry.rank: entry for entry in manifest.aux}
     pairs = [(entry, aux.get(entry.rank)) for entry in manifest.objects]
     return [pair for pair in pairs if note_key(*pair) not in notes]

@@ -39,7 +39,7 @@ class DurableState:
     """The durable state; a value.
 
     Attributes:
-        run_id: id of the start of the run that wrote this state. Another start uses only the numbers given out and the steps of it.
+        run_id: id of the start of the run that wrote this state. Another start takes over only its steps and the numbers that it gave out.
         last_number: highest number that was given out, to a generation or as the epoch of a checkpoint.
         generation: the newest generation; None before the first.
         leavers: workers outside the generation that stay to give their shards away.

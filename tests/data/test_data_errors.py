@@ -135,7 +135,7 @@ def test_other_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:-20])
     assert f"{tmp_path}/a.npy is truncated: 308 bytes of 328" in refused(tmp_path / "a.npy")
     (tmp_path / "a.npy").write_bytes(b"garbage" * 30)
-    assert "is damaged or no .npy file" in refused(tmp_path / "a.npy")
+    assert "is damaged or not a .npy file" in refused(tmp_path / "a.npy")
     for wrong in (np.zeros((3, 3, 3), int), np.zeros(9), np.zeros((3, 4), order="F", dtype=int), np.zeros(9, ">i4")):
         np.save(tmp_path / "a.npy", wrong)
         assert "give a 1-D or row-major 2-D array of little-endian integers" in refused(tmp_path / "a.npy")
@@ -171,7 +171,7 @@ def test_damaged_headers_and_offsets_are_named(tmp_path: Path) -> None:
     whole = (tmp_path / "a.npy").read_bytes()
     for damaged in (whole.replace(b")", b"(", 1), whole.replace(b"(100,)", b"(-10,)")):
         (tmp_path / "a.npy").write_bytes(damaged)
-        assert "is damaged or no .npy file" in refused(tmp_path / "a.npy")
+        assert "is damaged or not a .npy file" in refused(tmp_path / "a.npy")
     for column, changes in ((pa.array(["text"] * 50), {"vocab": None}), (pa.array([[7] * 4] * 50, IDS), {})):
         path = write_ipc(tmp_path / "a.arrow", column)
         content = path.read_bytes()

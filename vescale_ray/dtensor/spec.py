@@ -228,7 +228,8 @@ def pending_spec(mesh: DeviceMesh, placements: Placements, shape: Sequence[int],
 
 
 def numbers(shape: Sequence[int]) -> Shape:
-    """Return ``shape`` with symbols as numbers, since a layout has one shape. A function compiled for any shape is compiled for each."""
+    """Return ``shape`` with numbers in place of symbols of ``torch.compile``, since a layout has one shape. So a function is compiled for
+    each shape."""
     return tuple(shape) if all(type(n) is int for n in shape) else tuple(int(n) for n in shape)
 
 

@@ -90,12 +90,12 @@ class Policy:
 
     @property
     def layers(self) -> int:
-        """The most layers per unit that the plan may have."""
+        """Maximum number of layers per unit in the plan."""
         return self.most_layers if self.expert_parallel == 1 else 1
 
     @property
     def codes(self) -> Codes | None:
-        """Format of FP8 gathers."""
+        """Format of the FP8 codes that all-gathers send; None if they send none."""
         return None if self.quantize is None else Codes(self.quantize, self.scale_bytes)
 
     @property

@@ -35,7 +35,7 @@ SIDE = 128
 
 
 class Operand(NamedTuple):
-    """A quantized matrix ``[m, k]``, of which products contract k."""
+    """A quantized matrix ``[m, k]``. Matrix products sum over its columns."""
 
     codes: Tensor
     """e4m3, ``[m, k]``."""
@@ -80,7 +80,7 @@ def operand(x: Tensor, form: Fp8Block, *, tiles: bool) -> Operand:
 def operands(
     x: Tensor, form: Fp8Block, *, tiles: bool = False, rows: bool = False, columns: bool = False
 ) -> list[Operand] | list[GpuOperand]:
-    """Return the operands that contract the columns of ``x`` if ``rows``, and then of its transpose if ``columns``."""
+    """Return ``x`` as an operand if ``rows``, and then its transpose if ``columns``. A product sums over an operand's columns."""
     if on_triton(x) and form.columns == SIDE:
         from vescale_ray.quantization.products_triton import quantize_operands
 

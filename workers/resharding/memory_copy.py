@@ -91,7 +91,7 @@ class MemoryCopy:
         self.step, self.copied, self.sums, self.verified = None, None, None, False
 
     def pieces(self) -> tuple[Piece, ...]:
-        """Views, in the order of the rank's spans."""
+        """Return the copied pieces as views of the buffer, in the order of the rank's spans."""
         assert self._planned is not None
         spans = self._planned.spans
         found: dict[int, Piece] = {}

@@ -78,9 +78,8 @@ def _balanced(layouts: list[Layout]) -> list[Layout]:
 
 
 def _better_pair(layouts: Sequence[Layout]) -> tuple[int, int, Layout, Layout] | None:
-    """Return two buffers after a move of tensors from the first to the second, if their shards are smaller in sum.
-
-    The moves with the smallest bounds are tried.
+    """Return two buffers and their layouts after a move of tensors from the first to the second, if that makes the sum of their shards
+    smaller. Only the moves with the smallest lower bounds are tried.
     """
     attempts = []
     least = SETTLED / 4 * sum(layout.shard_numel for layout in layouts)

@@ -34,7 +34,7 @@ class Kinds:
 
     @property
     def states(self) -> int:
-        """Number of multisets of tensors."""
+        """Number of states. A state is how many tensors of each kind are placed."""
         return math.prod(len(m) + 1 for m in self.members)
 
     @cached_property

@@ -66,7 +66,7 @@ class PlacementProblem:
 
     @cached_property
     def units(self) -> tuple[int, ...]:
-        """A divisor of all pieces of each tensor: the block, or what block and matrix have in common."""
+        """For each tensor, a number that divides all of its pieces: the greatest common divisor of block and period."""
         return tuple(math.gcd(block, period) for block, period in zip(self.blocks, self.periods, strict=True))
 
     @cached_property
