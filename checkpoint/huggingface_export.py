@@ -163,7 +163,7 @@ class _Entry:
             yield piece.to(self.dtype)
 
     def values(self, checkpoint: Checkpoint, step: int) -> Iterator[torch.Tensor]:
-        """Yield the elements in order, in pieces of ``step``, as the checkpoint has them."""
+        """Yield the elements in order, in pieces of ``step`` elements, as the checkpoint has them."""
         if self.computed is not None:
             yield from self.computed.make(checkpoint).flatten().split(step)
             return

@@ -82,7 +82,7 @@ def is_folded(value: Any) -> bool:
 
 
 def unfold(value: Any, tensor: Callable[[Any], Any] | None = None, like: Any = None) -> Any:
-    """Return the value that :func:`fold` or ``encode`` has written as ``value``.
+    """Restore a value from ``value``, the JSON that :func:`fold` or ``encode`` has made of it.
 
     Args:
         tensor: function from the path of a tensor to the tensor.

@@ -266,7 +266,7 @@ class EntryBytes:
 
 
 def unpack(value: Any, data: EntryBytes | None = None) -> Any:
-    """Return the inverse of :func:`pack`.
+    """Restore a value from ``value``, the JSON that :func:`pack` has made of it.
 
     Args:
         data: the entry's bytes. Without them, only the tags of the format's first version count, and any other object is a plain dict.

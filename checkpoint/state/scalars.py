@@ -33,8 +33,8 @@ def encode(what: str, value: Any) -> Any:
 
 
 def decode(value: Any, like: Any = None) -> Any:
-    """Return the value that :func:`encode` has written as ``value``, in the type of ``like``: a tuple stays a tuple, a tensor stays on its
-    device."""
+    """Restore a value from ``value``, the JSON that :func:`encode` has made of it, in the type of ``like``: a tuple stays a tuple, a tensor
+    stays on its device."""
     if isinstance(value, dict):
         if "float" in value:
             return float(value["float"])
