@@ -59,8 +59,8 @@ class Staffing:
 
 
 def staffing(world: int, ready: int, warming: int, target: int, spares: int = 0) -> Staffing:
-    """Decide whether to hire or to regroup, with ``world`` members. Outside of them there are ``ready`` warm workers and ``warming`` that
-    start; ``spares`` of these are to stay outside.
+    """Decide whether to hire or to regroup, with ``world`` members and ``target`` workers wanted. ``ready``, ``warming``: numbers of warm
+    workers and of starting workers outside the generation. ``spares`` workers are to stay outside.
 
     One regrouping brings in all hired workers, so training goes on until the last of them is warm. A spare joins if a member is missing,
     and another spare is hired in its place.

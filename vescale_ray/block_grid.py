@@ -11,7 +11,7 @@ consecutive elements, and each band into *columns* of blocks. The last of each m
 
 A shard ends between bands, so that everything per block is local, and the same on any number of ranks. Only FP8 weights may be cut
 between rows within a band: the ranks then exchange the largest magnitudes of its blocks.
-Optimizers with blocks (8-bit AdamW, Shampoo, SOAP) and FP8 weights use it.
+Optimizers with blocks (8-bit AdamW, Shampoo, SOAP) and FP8 weights use this module.
 """
 
 from __future__ import annotations

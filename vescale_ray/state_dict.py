@@ -300,8 +300,8 @@ def _device(state: Mapping[str, Any]) -> torch.device:
 
 
 def _with_states(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> dict[str, Any]:
-    """Return the optimizers' sharded state. torch makes the states of a new optimizer by a step; here they then get the values from before
-    that step."""
+    """Return the optimizers' sharded state. torch makes the states of a new optimizer by a step. They are then set back to the values
+    before that step."""
     new = " or ".join(type(optimizer).__name__ for optimizer in optimizers if is_new(optimizer))
     with undisturbed(optimizers):
         try:

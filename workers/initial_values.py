@@ -145,7 +145,7 @@ def _read(weights: str, config: RunConfig, model: Any, beat: Callable[[], None])
         checkpoint.import_hf(weights, model, layout=layout, exclude=others, cast=True, alone=True, progress=lambda _: beat())
     for name, parameter in model.named_parameters():
         shard = local_of(parameter)
-        # The least and the largest number take no memory, and NaN is both.
+        # Unlike a mask, the smallest and the largest number take no memory. If there is a NaN, both are NaN.
         if not lora.is_adapter(name) and shard.numel() and not torch.stack(shard.aminmax()).isfinite().all():
             raise BadInput(f"model.hf = {weights}: {name} holds Inf or NaN; download the folder again, or save it anew")
 

@@ -91,7 +91,7 @@ class ShardPiece:
         if self.data.dim() != 1 or self.data.numel() != self.end - self.start:
             raise ValueError(f"{what}: data has shape {tuple(self.data.shape)}; give a flat tensor of {self.end - self.start} elements")
         if self.data.dtype != self.dtype:
-            raise ValueError(f"{what}: data is {self.data.dtype}, announced {self.dtype}")
+            raise ValueError(f"{what}: data is {self.data.dtype}, but dtype is given as {self.dtype}")
         if self.data.is_meta:
             raise ValueError(f"{what} is on the meta device, it has no data to save; call to_empty() and set it first")
 

@@ -104,7 +104,7 @@ def _rule(pattern: str, to: str) -> tuple[re.Pattern[str], Callable[[re.Match[st
         try:
             compiled = re.compile(pattern[3:])
         except re.error as error:
-            raise ValueError(f"the rule {pattern!r}: {to!r}: no regular expression: {error}") from None
+            raise ValueError(f"the rule {pattern!r}: {to!r}: {pattern[3:]!r} is not a regular expression: {error}") from None
 
         def expanded(found: re.Match[str]) -> str:
             try:

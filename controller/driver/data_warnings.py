@@ -87,9 +87,10 @@ def other_purposes(dataset: Any, sets: Mapping[str, Any]) -> Iterator[str]:
         files = _files(source)
         splits = {_split_of(file.file.name): file.file.url for file in reversed(files)}
         other = next((split for split in splits if split not in ("train", None)), None)
-        source_code = None in splits and any(isinstance(file, TextFile) for file in files)  # its tests are no split
+        source_code = None in splits and any(isinstance(file, TextFile) for file in files)  # in source code, "test" in a name is no split
         if other is not None and "train" in splits and not source_code:
-            yield f"{name}: trains on files of other splits, too, as {splits[other]}; if that is not meant, give a glob for those of train"
+            example = splits[other]
+            yield f"{name}: trains on files of other splits, too, such as {example}; if that is not meant, give a glob for those of train"
         masks = _MASKS & set(getattr(files[0], "columns", ())) if files and source.unit == "ids" else ()
         if masks:
             yield f"{name}: the column {min(masks)} is not read, so all tokens are learned; rows with data.format = chat learn answers only"

@@ -40,7 +40,7 @@ def line_of(item: Stepped, seconds: float, tokens_per_step: int, bytes_per_token
     speed = record.tokens / seconds if seconds > 0 else None
     phases = {**item.usage.phases, **{name: item.between[name] for name in ("checkpoint",) if name in item.between}}
     waited = record.seconds - seconds
-    for name in ("comm", "forward_backward"):  # the second if a device waits
+    for name in ("comm", "forward_backward"):  # on an accelerator the wait is in forward_backward
         if name in phases:
             phases[name], waited = max(0.0, phases[name] - waited), max(0.0, waited - phases[name])
     return {

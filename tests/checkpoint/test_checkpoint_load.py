@@ -165,7 +165,7 @@ def test_a_table_and_its_inverse_undo_each_other(names):
     ("rules", "words"),
     [
         ({"a.*.*": "b.*"}, "has 2 stars on one side and 1 on the other"),
-        ({"re:(": "b"}, "no regular expression"),
+        ({"re:(": "b"}, "not a regular expression"),
     ],
 )
 def test_invalid_rename_rule_is_refused(rules, words):

@@ -51,7 +51,7 @@ def test_data_for_another_purpose_is_told(tmp_path: Path) -> None:
         folder.mkdir(exist_ok=True)
         write_parquet(folder / f"{name}.parquet", pa.array(["some text for a run"] * 30))
     train, test = (f"{folder}/{name}-00000-of-00001.parquet" for name in ("train", "test"))
-    splits = f"data.corpus: trains on files of other splits, too, as {test}; if that is not meant, give a glob for those of train"
+    splits = f"data.corpus: trains on files of other splits, too, such as {test}; if that is not meant, give a glob for those of train"
     assert warned(folder) == (splits,)
     assert warned(Path(f"{folder}/train*"), eval={"test": {"corpus": test}}) == ()
     said = f"data.eval.test: {test} is training data of data.corpus, too; give data that is not trained on"
@@ -77,7 +77,7 @@ def test_tests_of_source_code_are_no_split(tmp_path: Path) -> None:
     keys = {"tokenizer": str(tokenizer), "end_token": "<|end|>"}
     assert warned(folder, **keys) == ()
     (folder / "model.py").unlink()
-    assert "trains on files of other splits, too, as" in warned(folder, **keys)[0]
+    assert "trains on files of other splits, too, such as" in warned(folder, **keys)[0]
 
 
 def test_keys_that_no_file_needs_are_told(tmp_path: Path) -> None:

@@ -321,7 +321,7 @@ class ParameterGroup:
         self._part = part
 
     def drop_kept(self) -> None:
-        """Free the values that were kept for a graph or the next forward, since that no longer needs them."""
+        """Free the values that were kept for a graph or the next forward, which no longer needs them."""
         if self.residency is Residency.SHARDED and self.retain is not Retain.ALL:
             self.reshard()
 

@@ -190,7 +190,7 @@ def check_gradient(param: Tensor, name: str) -> None:
     grad = param.grad
     assert grad is not None
     if grad.is_sparse:
-        raise RuntimeError(f"Muon does not support sparse gradients, as {name} has")
+        raise RuntimeError(f"Muon does not support sparse gradients; {name} has one")
     if isinstance(param, DTensor) and (not isinstance(grad, DTensor) or grad.placements != param.placements):
         held = f"placements {list(grad.placements)}" if isinstance(grad, DTensor) else "no placements"
         raise ValueError(
