@@ -112,7 +112,7 @@ def attacks() -> dict[str, tuple[bytes, str]]:
     grid = [([i, j], [1, 1]) for i in range(side) for j in range(side)]
     grid[-1] = grid[0]
     return {
-        "a text of an exabyte": (head + b"X\xff\xff\xff\xffabc.", "no DCP metadata, or cut off"),
+        "a text of an exabyte": (head + b"X\xff\xff\xff\xffabc.", "not DCP metadata, or cut off"),
         "a call": (pickle.dumps(math.sqrt), "refers to math.sqrt, which is none of DCP's own classes"),
         "a class by its old name": (b"cos\nsystem\n(S'true'\ntR.", "refers to os.system"),
         "an attribute of torch": (b"ctorch\nload\n.", "refers to torch.load"),

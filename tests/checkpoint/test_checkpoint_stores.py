@@ -234,7 +234,7 @@ def test_a_root_is_resolved_to_its_back_end(tmp_path):
         ("", "is empty"),
         ("file://relative", "file:///absolute"),
         ("nonsense://x", "nonsense"),
-        ("s3://", "no s3://bucket/prefix"),
+        ("s3://", "not of the form s3://bucket/prefix"),
         ("s3://bucket/a/../b", "'..'"),
         ("s3://key:secret@bucket/x", "must not hold credentials"),
         ("s3://bucket/x?secret_key=abc", "credentials do not belong into a URL"),

@@ -289,7 +289,7 @@ def test_experts_that_can_not_be_distributed_are_refused(rank: int, world: int) 
     parallelize_experts(twice, mesh["ep"])
     with pytest.raises(ValueError, match=r"gate_up_proj is a DTensor already: call parallelize_experts once"):
         parallelize_experts(twice, mesh["ep"])
-    with pytest.raises(ValueError, match=r"apply fully_shard to the module of experts first, with the other dimension of that mesh"):
+    with pytest.raises(ValueError, match=r"apply fully_shard to the module of experts first, over the other dimension of that mesh"):
         fully_shard(twice.layers[0])
     nested = made()
     nested.layers[0].ffn.experts.gate = nn.Linear(2, 2)

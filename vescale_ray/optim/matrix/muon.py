@@ -180,7 +180,7 @@ class Muon(InPlaceLoading):
             decision = route.agreement.decide(check_finite=self.nonfinite != "propagate", fault=self.fault())
             if decision.split:
                 names = ", ".join(route.names[i] for i in decision.split[:3])
-                warnings.warn(f"{names} have a gradient on some ranks only; all ranks leave them out of this step", stacklevel=2)
+                warnings.warn(f"{names}: a gradient on some ranks only; all ranks leave it out of this step", stacklevel=2)
         if not goes_on(decision, self.nonfinite):
             self.skipped_steps += 1
             return loss
