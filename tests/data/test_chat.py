@@ -268,7 +268,11 @@ REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     ),
     "mixed fields": ([{"prompt": "a", "completion": TALK}], {}, "line 1: prompt and completion are neither two texts nor two lists"),
     "no role": ([{"messages": [{"from": "gpt", "value": "a"}]}], {}, "line 1: message 0 has no role; it has from, value"),
-    "a mapping": ([{"messages": {"user": "a"}}], {}, "line 1: messages is a dict, not a list; give a list of messages with role and content"),
+    "a mapping": (
+        [{"messages": {"user": "a"}}],
+        {},
+        "line 1: messages is a dict, not a list; give a list of messages with role and content",
+    ),
     "Alpaca": (
         [{"instruction": "a", "output": "b"}],
         {},
