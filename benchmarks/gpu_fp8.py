@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -76,7 +77,7 @@ def check_fp8_kernels(device: torch.device) -> tuple[str, dict[str, Any]]:
         AssertionError: a result differs, or quantizing or dequantizing weights takes more than 1.25 of the copy.
         Skip: the device has no kernels.
     """
-    from vescale_ray.quantization import Fp8Block, products
+    from vescale_ray.quantization import Fp8Block, operands
     from vescale_ray.quantization.kernels import has_triton
 
     if device.type == "cpu" or not has_triton():
@@ -86,8 +87,8 @@ def check_fp8_kernels(device: torch.device) -> tuple[str, dict[str, Any]]:
         x = torch.randn(m, k).mul(torch.randn(m, k).mul(3).exp()).bfloat16()
         for form in (Fp8Block(), power):
             for tiles in (True, False):
-                here = map(products._for_gpu, products.operands(x, form, tiles=tiles, rows=True, columns=True))
-                there = products.operands(x.to(device), form, tiles=tiles, rows=True, columns=True)
+                here = map(operands.for_gpu, operands.operands(x, form, tiles=tiles, rows=True, columns=True))
+                there = operands.operands(x.to(device), form, tiles=tiles, rows=True, columns=True)
                 for one, other in zip(here, there, strict=True):
                     assert torch.equal(one.codes.view(torch.uint8), other.codes.cpu().view(torch.uint8)), f"{form}: codes of {m} x {k}"
                     assert torch.equal(one.scales, other.scales.cpu()), f"{form}: scales of {m} x {k}"
@@ -108,7 +109,7 @@ def _kernels(device: torch.device) -> Iterator[tuple[str, int, Callable[[], Any]
     """Yield the name, the bytes that it moves, and a call of each kernel. Weights and activations are of 8192 x 8192."""
     from vescale_ray.quantization import Fp8Block
     from vescale_ray.quantization.fp8_triton import whole_table
-    from vescale_ray.quantization.products import operands
+    from vescale_ray.quantization.operands import operands
 
     shape, numel = (TOKENS, WIDTH), TOKENS * WIDTH
     weight = torch.randn(shape, device=device)
@@ -139,39 +140,51 @@ def check_products(device: torch.device) -> tuple[str, dict[str, Any]]:
 
     Raises:
         AssertionError: a result differs.
-        Skip: the device is no Hopper GPU.
+        Skip: the device has no FP8 products.
     """
-    from vescale_ray.quantization import Fp8Block, compute_in_fp8
-    from vescale_ray.quantization.products import check_device
+    from vescale_ray.quantization import compute_in_fp8
 
     if device.type == "cpu":
-        raise Skip("needs a Hopper GPU")
-    try:
-        check_device(device)
-    except ValueError as error:
-        raise Skip(str(error)) from None
-    worst = 0.0
-    for tokens, inputs, outputs in ((256, 384, 512), (7, 208, 304), (130, 1040, 144)):
+        raise Skip("needs a Hopper or Blackwell GPU")
+    forms, worst = _multiplied(device), 0.0
+    for form, (tokens, inputs, outputs) in itertools.product(forms.values(), ((256, 384, 512), (7, 208, 304), (130, 1040, 144))):
         here, x, dy = nn.Linear(inputs, outputs, bias=False), torch.randn(tokens, inputs), torch.randn(tokens, outputs)
-        compute_in_fp8(here, lambda name, parameter: Fp8Block())
         there, results = nn.Linear(inputs, outputs, bias=False), []
-        compute_in_fp8(there, lambda name, parameter: Fp8Block())
         there.load_state_dict(here.state_dict())
         for layer, where in ((here, torch.device("cpu")), (there.to(device), device)):
+            compute_in_fp8(layer, lambda name, parameter, form=form: form)  # type: ignore[misc]
             given = x.to(where, torch.bfloat16).float().requires_grad_()
             out = layer(given)
             out.backward(dy.to(where))
             results.append([t.detach().cpu() for t in (out, given.grad, layer.weight.grad)])
         worst = max(worst, *(float((a - b).norm() / a.norm()) for a, b in zip(*results, strict=True)))
     assert worst <= 1e-3, f"products differ from the CPU's emulation by {worst:.1e}"  # tensor cores add up with fewer bits
-    figures, shown = {"the three products alone": _products_seconds(device)}, []
+    figures, shown = {"the three products alone": _products_seconds(device, next(iter(forms.values())))}, []
     for how in ("eager", "compiled"):
-        for name, form in (("bf16", None), ("fp8", Fp8Block()), ("fp8 power of two", Fp8Block(scales="power_of_two"))):
+        for name, form in {"bf16": None, **forms}.items():
             figures[f"{name}, {how}"] = _layer_seconds(device, form, how == "compiled")
             if form is not None:
                 shown.append(f"{name}, {how} {figures[f'bf16, {how}'] / figures[f'{name}, {how}']:.2f}")
     text = f"equal the emulation to {worst:.1e}; a linear layer of {WIDTH}, in times BF16's speed (goal 1.5): {'; '.join(shown)}"
     return text, {"layer_seconds": figures}
+
+
+def _multiplied(device: torch.device) -> dict[str, Any]:
+    """Return formats that the device multiplies, by name. Raises Skip if there are none."""
+    from vescale_ray.quantization import Fp8Block
+    from vescale_ray.quantization.products import check_device
+
+    power, mx = Fp8Block(scales="power_of_two"), Fp8Block(32, 32, "power_of_two")
+    found, error = {}, None
+    for name, form in {"fp8": Fp8Block(), "fp8 power of two": power, "fp8 32x32 power of two": mx}.items():
+        try:
+            check_device(device, form)
+            found[name] = form
+        except ValueError as refused:
+            error = refused
+    if not found:
+        raise Skip(str(error))
+    return found
 
 
 def _layer_seconds(device: torch.device, form: Any, compiled: bool) -> float:
@@ -188,14 +201,14 @@ def _layer_seconds(device: torch.device, form: Any, compiled: bool) -> float:
     return _seconds(lambda: layer(x).backward(dy))
 
 
-def _products_seconds(device: torch.device) -> float:
+def _products_seconds(device: torch.device, form: Any) -> float:
     """Seconds of the FP8 products of a layer's step without quantization."""
-    from vescale_ray.quantization import Fp8Block
-    from vescale_ray.quantization.products import multiply, operands
+    from vescale_ray.quantization.operands import operands
+    from vescale_ray.quantization.products import multiply
 
     x = torch.randn(TOKENS, WIDTH, device=device, dtype=torch.bfloat16)
-    rows, columns = operands(x, Fp8Block(), rows=True, columns=True)
-    weight, transposed = operands(x, Fp8Block(), tiles=True, rows=True, columns=True)
+    rows, columns = operands(x, form, rows=True, columns=True)
+    weight, transposed = operands(x, form, tiles=True, rows=True, columns=True)
     pairs = ((rows, weight), (rows, transposed), (columns, columns))
     return _seconds(lambda: [multiply(a, b, torch.bfloat16) for a, b in pairs])
 

@@ -16,7 +16,9 @@ from tests.fsdp.transformer import part
 from tests.ranks import run_threads
 from vescale_ray import Fp8Block, compute_in_fp8, fully_shard
 from vescale_ray.quantization.fp8 import dequantize, quantize, scale_values
-from vescale_ray.quantization.products import Fp8Linear, Operand, _for_gpu, _on_gpu, check_device, multiply, operand
+from vescale_ray.quantization.operands import Operand, for_gpu, operand
+from vescale_ray.quantization.products import Fp8Linear, _on_hopper, check_device, multiply
+from vescale_ray.quantization.products_mx import multiply_mx
 
 FORMS = [Fp8Block(), Fp8Block(scales="power_of_two"), Fp8Block(32, 32, "power_of_two")]
 
@@ -235,7 +237,109 @@ def test_gpu_operands_have_the_layout_that_cublaslt_demands(m: int, n: int, k: i
     x, w, form = wild(m, k), wild(n, k, seed=1), Fp8Block()
     rows = operand(x, form, tiles=False)
     for other in (operand(w, form, tiles=True), operand(w, form, tiles=False), operand(wild(k, n), form, tiles=True).transposed()):
-        close(_on_gpu(_for_gpu(rows), _for_gpu(other), torch.float32), values_of(rows) @ values_of(other).t())
+        close(_on_hopper(for_gpu(rows), for_gpu(other), torch.float32), values_of(rows) @ values_of(other).t())
+
+
+def mx_cublaslt(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    kind_a: object,
+    scale_b: torch.Tensor,
+    kind_b: object,
+    order_a: object,
+    order_b: object,
+    *,
+    output_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Assert what torch's ``scaled_mm`` demands of MX operands (ScaledBlas.cpp, torch 2.13), and return the product."""
+    k, n = b.shape
+    assert k % 32 == 0 and n % 16 == 0 and a.is_contiguous() and b.t().is_contiguous()
+    assert kind_a == kind_b == F.ScalingType.BlockWise1x32 and order_a == order_b == F.SwizzleType.SWIZZLE_32_4_4
+
+    def whole(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        down, across = -(-codes.shape[0] // 128), -(-k // 128)
+        assert scale.is_contiguous() and scale.dtype == torch.float8_e8m0fnu and scale.numel() == down * 128 * across * 4
+        outer = torch.arange(codes.shape[0])[:, None].expand(-1, k // 32)
+        inner = torch.arange(k // 32)[None, :].expand(len(outer), -1)
+        tile = outer // 128 * across + inner // 4
+        offset = outer % 128 % 32 * 16 + outer % 128 // 32 * 4 + inner % 4  # as cuBLAS's documentation has it
+        return codes.double() * scale.double()[tile * 512 + offset].repeat_interleave(32, 1)
+
+    return (whole(a, scale_a) @ whole(b.t(), scale_b).t()).to(output_dtype)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form.power], ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), [(256, 384, 512), (7, 300, 200), (1, 130, 40), (130, 5, 640)])
+def test_mx_operands_have_the_layout_that_cublaslt_demands(m: int, n: int, k: int, form: Fp8Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "scaled_mm", mx_cublaslt)
+    x, w = wild(m, k), wild(n, k, seed=1)
+    rows = operand(x, form, tiles=False)
+    for other in (operand(w, form, tiles=True), operand(w, form, tiles=False), operand(wild(k, n), form, tiles=True).transposed()):
+        expected = values_of(rows) @ values_of(other).t()
+        close(multiply_mx(rows, other, torch.float32), expected)
+        if form.columns == 128:
+            close(multiply_mx(for_gpu(rows), for_gpu(other), torch.float32), expected)
+
+
+def test_mx_products_with_inf_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "scaled_mm", mx_cublaslt)
+    a, b = torch.ones(3, 300), torch.ones(2, 300)
+    a[1, 290] = float("inf")
+    form = Fp8Block(scales="power_of_two")
+    out = multiply_mx(operand(a, form, tiles=False), operand(b, form, tiles=True), torch.float32)
+    assert out[1].isnan().all()
+    torch.testing.assert_close(out[[0, 2]], torch.full((2, 2), 300.0))
+
+
+def test_torch_takes_mx_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors of the same layout run torch's own checks."""
+    scaled_mm = F.scaled_mm
+
+    def faked(*given: object, output_dtype: torch.dtype) -> torch.Tensor:
+        with FakeTensorMode():
+            there = [
+                torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="cuda") if isinstance(one, torch.Tensor) else one
+                for one in given
+            ]
+            out = scaled_mm(*there, output_dtype=output_dtype)  # type: ignore[arg-type]
+        return torch.empty(out.shape, dtype=out.dtype)
+
+    monkeypatch.setattr(F, "scaled_mm", faked)
+    rows, tiles = (operand(wild(m, 200), FORMS[2], tiles=tiles) for m, tiles in ((7, False), (300, True)))
+    found = multiply_mx(rows, tiles, torch.bfloat16)
+    assert (found.shape, found.dtype) == ((7, 300), torch.bfloat16)
+    monkeypatch.setattr("vescale_ray.quantization.products_mx._in_tiles", lambda exponents: exponents.view(torch.float8_e8m0fnu))
+    with pytest.raises(RuntimeError, match="for MX scaling scale_a must have"):
+        multiply_mx(rows, tiles, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("capability", "form", "said"),
+    [
+        ((8, 0), Fp8Block(), r"^GPU \(compute capability 8.0\) has no products of FP8 blocks: they need a Hopper or Blackwell GPU"),
+        ((12, 0), Fp8Block(), r"^GPU \(compute capability 12.0\) has no products of FP8 blocks"),
+        ((9, 0), Fp8Block(32, 32), r"products in FP8 32x32: .* multiplies tiles of 128x128; give Fp8Block\(128, 128\)"),
+        ((10, 3), Fp8Block(), r"products in FP8 128x128: .* with power-of-two scales; give Fp8Block\(128, 128, 'power_of_two'\)"),
+        ((10, 0), Fp8Block(16, 16, "power_of_two"), "multiplies tiles of a multiple of 32 columns"),
+    ],
+)
+def test_devices_without_such_products_are_refused(
+    capability: tuple[int, int], form: Fp8Block, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    with pytest.raises(ValueError, match=said):
+        check_device(torch.device("cuda"), form)
+    check_device(torch.device("cpu"), form)
+
+
+def test_devices_take_what_they_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    for capability, forms in (((9, 0), FORMS[:2]), ((10, 0), FORMS[1:])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        for form in forms:
+            check_device(torch.device("cuda"), form)
 
 
 def test_bad_input_is_refused_and_changes_nothing() -> None:
@@ -250,7 +354,7 @@ def test_bad_input_is_refused_and_changes_nothing() -> None:
         with pytest.raises(TypeError, match=f"the policy gave {what} for '0.weight': it must return an Fp8Block"):
             compute_in_fp8(model, lambda name, p, wrong=wrong: wrong)  # type: ignore[misc,arg-type]
     assert not any(isinstance(m, Fp8Linear) for m in model.modules())
-    with pytest.raises(ValueError, match=r"^mps has no products of FP8 blocks: they need a Hopper GPU"):
+    with pytest.raises(ValueError, match=r"^mps has no products of FP8 blocks: they need a Hopper or Blackwell GPU"):
         check_device(torch.device("mps"))
     there = nn.Linear(8, 8, device="meta")
     with FakeTensorMode():

@@ -29,7 +29,7 @@ from vescale_ray.fsdp.layouts.code_parts import CodeParts
 from vescale_ray.fsdp.layouts.wire import CodeWire
 from vescale_ray.geometry import Block
 from vescale_ray.planner import TensorSpec, plan_layout
-from vescale_ray.quantization import Fp8Block, compute_in_fp8, fp8, fp8_triton, products
+from vescale_ray.quantization import Fp8Block, compute_in_fp8, fp8, fp8_triton, operands
 
 DTYPES = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float16: torch.float16, tl.float32: torch.float32}
 POWER: Literal["power_of_two"] = "power_of_two"
@@ -77,7 +77,7 @@ def same(got: torch.Tensor, expected: torch.Tensor, what: object) -> None:
 
 
 def on_kernels(whether: bool) -> None:
-    for module in (fp8, products, wire):
+    for module in (fp8, operands, wire):
         module.on_triton = lambda values: whether  # type: ignore[attr-defined]
 
 
@@ -185,8 +185,8 @@ def check_products() -> None:
         form, dtype = Fp8Block(scales=POWER) if turn % 2 else Fp8Block(), WIDE[turn % 3]
         x = wild(m, k, seed=m).to(dtype).nan_to_num(posinf=6e4, neginf=-6e4)
         wanted = {"tiles": tiles, "rows": rows, "columns": columns}
-        for got, expected in pair(lambda x=x, form=form, wanted=wanted: products.operands(x, form, **wanted), casts=(turn % 4 > 1,)):
-            for one, other in zip(got, map(products._for_gpu, expected), strict=True):
+        for got, expected in pair(lambda x=x, form=form, wanted=wanted: operands.operands(x, form, **wanted), casts=(turn % 4 > 1,)):
+            for one, other in zip(got, map(operands.for_gpu, expected), strict=True):
                 same(one.codes, other.codes, (m, k, form, wanted, dtype))
                 same(one.scales, other.scales, (m, k, form, wanted, dtype))
                 strides = zip(one.scales.stride(), other.scales.stride(), one.scales.shape, strict=True)

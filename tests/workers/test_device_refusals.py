@@ -20,4 +20,4 @@ def test_fp8_products_on_a_device_without_them_are_wrong_input() -> None:
         build_sharded(config, torch.device("mps"), unused, unused, filled=False)
     fault = fault_of(caught.value)
     assert fault.kind is FaultKind.INPUT
-    assert "train.quantize_products = true: mps has no products of FP8 blocks: they need a Hopper GPU" in fault.text
+    assert "train.quantize_products = true: mps has no products of FP8 blocks: they need a Hopper or Blackwell GPU" in fault.text

@@ -147,8 +147,8 @@ class TrainSection(Section):
     )
     quantize_products: bool = Field(
         default=False,
-        description="compute linear layers of quantized weights in FP8, forward and backward. Needs a Hopper GPU and tiles of 128x128; "
-        "the CPU emulates it",
+        description="compute linear layers of quantized weights in FP8, forward and backward. Hopper GPUs take tiles of 128x128, "
+        "Blackwell GPUs also 32x32, with power_of_two; the CPU emulates it",
     )
     reduce_dtype: Literal["float32", "bfloat16", "fp8"] = Field(
         default="float32",

@@ -11,110 +11,59 @@ Operands are quantized where they are used, with the format of :mod:`vescale_ray
 nothing: with power-of-two scales its values stay to the last bit; with FP32 scales its codes stay, and scales of a BF16 weight differ by at
 most 2^-8 of their size. Saved tensors are those of ``nn.Linear``.
 
-Hopper GPUs (compute capability 9.0) multiply the codes; with Triton, a kernel quantizes the operands (``products_triton``). The CPU
-emulates that: it sums the products of each block in FP32, multiplies by both scales, and adds the blocks in FP32. Inf or NaN in an
-operand makes the results that depend on its block NaN.
+Hopper GPUs multiply the codes; with Triton, a kernel quantizes the operands (``products_triton``). Blackwell GPUs do so if the scales are
+powers of two (``products_mx``). The CPU emulates that: it sums the products of each block in FP32, multiplies by both scales, and adds the
+blocks in FP32. Inf or NaN in an operand makes the results that depend on its block NaN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from vescale_ray.quantization.fp8 import LARGEST, SMALLEST_SCALE, Fp8Block, form_given, rounded_up
-from vescale_ray.quantization.kernels import on_triton
+from vescale_ray.quantization.fp8 import Fp8Block, form_given
+from vescale_ray.quantization.operands import SIDE, GpuOperand, Operand, for_gpu, operands
+from vescale_ray.quantization.products_mx import GROUP, multiply_mx
+
+_HOPPER, _BLACKWELL = (9, 0), (10, 0)
+"""Compute capabilities."""
 
 FormPolicy = Callable[[str, nn.Parameter], Fp8Block | None]
-SIDE = 128
-"""Block length of the products of GPUs."""
-
-
-class Operand(NamedTuple):
-    """A quantized matrix ``[m, k]``. Matrix products sum over its columns."""
-
-    codes: Tensor
-    """e4m3, ``[m, k]``."""
-    scales: Tensor
-    """FP32, ``[ceil(m / rows), ceil(k / side)]``."""
-    rows: int
-    """Rows that share a scale: 1 or ``side``."""
-    side: int
-
-    def transposed(self) -> Operand:
-        """Return the transposed matrix; its tiles are square, so codes and scales stay."""
-        return Operand(self.codes.t(), self.scales.t(), self.rows, self.side)
-
-
-class GpuOperand(NamedTuple):
-    """An operand as cuBLASLt wants it, with zeros up to multiples of 16 rows and columns."""
-
-    codes: Tensor
-    """e4m3, contiguous."""
-    scales: Tensor
-    """FP32: of tiles a column for each row of tiles, with a multiple of four entries; else a row for each row, of stride 1."""
-    tiles: bool
-    rows: int
-    """Rows without padding."""
-
-
-def operand(x: Tensor, form: Fp8Block, *, tiles: bool) -> Operand:
-    """Quantize a matrix ``[m, k]`` in tiles of ``form``, or in blocks of one row and as many columns."""
-    m, k = x.shape
-    side = form.columns
-    rows = side if tiles else 1
-    padded = F.pad(x, (0, -k % side, 0, -m % rows)).float()
-    blocks = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // side, side)
-    scales = (blocks.abs().amax(dim=(1, 3)) / LARGEST).clamp(min=SMALLEST_SCALE)
-    if form.scales == "power_of_two":
-        scales = rounded_up(scales)
-    # Whole blocks are cast, and then cut: inductor (torch 2.13) would otherwise split rows whose last block is smaller, and fail.
-    codes = (blocks / scales[:, None, :, None]).view(padded.shape).to(torch.float8_e4m3fn)[:m, :k]
-    return Operand(codes, scales, rows, side)
-
-
-def operands(
-    x: Tensor, form: Fp8Block, *, tiles: bool = False, rows: bool = False, columns: bool = False
-) -> list[Operand] | list[GpuOperand]:
-    """Return ``x`` as an operand if ``rows``, and then its transpose if ``columns``. A product sums over an operand's columns."""
-    if on_triton(x) and form.columns == SIDE:
-        from vescale_ray.quantization.products_triton import quantize_operands
-
-        found = quantize_operands(x, form.power, tiles, rows, columns)
-        counts = [count for wanted, count in ((rows, x.shape[0]), (columns, x.shape[1])) if wanted]
-        return [GpuOperand(found[2 * at], found[2 * at + 1], tiles, count) for at, count in enumerate(counts)]
-    if tiles:
-        one = operand(x, form, tiles=True)
-        return [each for wanted, each in ((rows, one), (columns, one.transposed())) if wanted]
-    return [operand(each, form, tiles=False) for wanted, each in ((rows, x), (columns, x.t())) if wanted]
 
 
 def multiply(a: Operand | GpuOperand, b: Operand | GpuOperand, dtype: torch.dtype) -> Tensor:
     """Return ``a @ b.T`` in ``dtype``: ``[m, k]`` and ``[n, k]`` give ``[m, n]``."""
-    if isinstance(a, Operand) and isinstance(b, Operand) and a.codes.device.type == "cpu":
+    if isinstance(a, Operand) and isinstance(b, Operand) and a.codes.device.type != "cuda":
         return _emulated(a, b, dtype)
-    left, right = (_for_gpu(one) if isinstance(one, Operand) else one for one in (a, b))
-    return _on_gpu(left, right, dtype)
+    if torch.cuda.get_device_capability(a.codes.device) >= _BLACKWELL:
+        return multiply_mx(a, b, dtype)
+    left, right = (for_gpu(one) if isinstance(one, Operand) else one for one in (a, b))
+    return _on_hopper(left, right, dtype)
 
 
 def check_device(device: torch.device, form: Fp8Block = Fp8Block()) -> None:  # noqa: B008 (frozen)
-    """Raise ValueError unless the device has FP8 products, or is the CPU, which emulates them."""
+    """Raise ValueError unless the device multiplies operands of ``form``, or is the CPU, which emulates that."""
     if device.type == "cpu":
         return
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.hip is None else None
-    if capability is None or capability[0] != 9:
-        what = device.type
-        if capability is not None:
-            what = f"{torch.cuda.get_device_name(device)}, of compute capability {capability[0]}.{capability[1]},"
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.hip is None else (0, 0)
+    named = f"{torch.cuda.get_device_name(device)} (compute capability {capability[0]}.{capability[1]})" if any(capability) else device.type
+    if capability[0] not in (_HOPPER[0], _BLACKWELL[0]):
         raise ValueError(
-            f"{what} has no products of FP8 blocks: they need a Hopper GPU (compute capability 9.0); gathers in FP8 work without them"
+            f"{named} has no products of FP8 blocks: they need a Hopper or Blackwell GPU (compute capability 9 or 10); gathers in FP8 "
+            "work without them"
         )
-    if form.columns != SIDE:
-        raise ValueError(f"products in {form}: GPUs multiply in tiles of {SIDE}x{SIDE}; give Fp8Block({SIDE}, {SIDE})")
+    if capability >= _BLACKWELL and not (form.power and form.columns % GROUP == 0):
+        raise ValueError(
+            f"products in {form}: {named} multiplies tiles of a multiple of {GROUP} columns with power-of-two scales; give "
+            f"Fp8Block({SIDE}, {SIDE}, 'power_of_two')"
+        )
+    if capability < _BLACKWELL and form.columns != SIDE:
+        raise ValueError(f"products in {form}: {named} multiplies tiles of {SIDE}x{SIDE}; give Fp8Block({SIDE}, {SIDE})")
 
 
 class Fp8Linear(nn.Linear):
@@ -228,23 +177,9 @@ def _emulated(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
     return total.to(dtype)
 
 
-def _on_gpu(a: GpuOperand, b: GpuOperand, dtype: torch.dtype) -> Tensor:
-    """Multiply on the GPU."""
+def _on_hopper(a: GpuOperand, b: GpuOperand, dtype: torch.dtype) -> Tensor:
+    """Multiply blocks of 128 elements."""
     one = F.ScalingType.BlockWise1x128
     tile = F.ScalingType.BlockWise128x128
     out = F.scaled_mm(a.codes, b.codes.t(), a.scales, tile if a.tiles else one, b.scales, tile if b.tiles else one, output_dtype=dtype)
     return out[: a.rows, : b.rows]
-
-
-def _for_gpu(a: Operand) -> GpuOperand:
-    """Pad the operand with zeros to multiples of 16 rows and columns, and its scales by tile to multiples of four along k."""
-    m, k = a.codes.shape
-    codes, scales = a.codes, a.scales
-    if m % 16 or k % 16:
-        codes = F.pad(codes.view(torch.uint8), (0, -k % 16, 0, -m % 16)).view(torch.float8_e4m3fn)
-        scales = F.pad(scales, (0, 0, 0, -(-codes.shape[0] // a.rows) - scales.shape[0]), value=1.0)
-    if a.rows == 1:
-        scales = scales.t().contiguous().t()
-    else:
-        scales = F.pad(scales, (0, -scales.shape[1] % 4), value=1.0).contiguous().t()
-    return GpuOperand(codes.contiguous(), scales, a.rows > 1, m)

@@ -1,4 +1,4 @@
-"""Operands of FP8 products as a Triton kernel, in the layout that cuBLASLt wants, with the codes and scales of ``products.operand``.
+"""Operands of FP8 products as a Triton kernel, in the layout that cuBLASLt wants, with the codes and scales of ``operands.operand``.
 
 This module is imported only if Triton and a GPU are present. One program reads 128 x 128 elements, which stay in registers, and writes
 their codes in one order or both: one read of an output gradient serves the input gradient and the weight gradient. Transposed codes
