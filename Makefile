@@ -14,7 +14,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 # Processes that tests start would compile the package anew, each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test test-slow test-torch grafana-types gpu-check manifests lint types clean
+.PHONY: help install demo test fast-tests test-slow test-torch grafana-types gpu-check manifests lint types clean
 .DEFAULT_GOAL := help
 
 help:
@@ -42,7 +42,11 @@ demo: $(STAMP)
 # dies, the run ends: with another process in its place, pytest-xdist 3.8 stands still.
 LANES := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
-test: lint
+# mypy uses one core for a minute or two in a fresh clone, so it runs beside the tests.
+test: $(STAMP)
+	@$(MAKE) --no-print-directory -j 2 lint fast-tests
+
+fast-tests: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow" $(LANES)
 
 test-slow: $(STAMP)
