@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.fsdp.towers import Tower, alike, grads, inputs, same, seeded, shard_tower
 from tests.ranks import on_processes, run_threads
-from vescale_ray.fsdp import OrderError, fully_shard, set_debug
+from vescale_ray.fsdp import MixedPrecisionPolicy, OrderError, fully_shard, set_debug
 
 
 class Forking(Tower):
@@ -92,6 +92,23 @@ def test_failed_wait_names_its_collective_and_debug_mode(rank, world):
     with pytest.raises(RuntimeError) as error:
         model(inputs(rank, world)).sum().backward()
     assert re.search(r"waited for (all-gather|reduce-scatter) of .*VESCALE_RAY_FSDP_DEBUG=1", "".join(error.value.__notes__)), error.value
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@on_processes(2)
+def test_reductions_of_different_sizes_never_meet(rank, world, debug):
+    """Rank 0 alone has asked for backwards without gradient sync, so it sends FP32. A message of another size would end its receiver."""
+    set_debug(debug)
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=1)), "cpu")
+    model = shard_tower(seeded(Tower), mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    model.set_requires_gradient_sync(rank == 1)
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(RuntimeError) as error:
+        model(inputs(rank, world)).sum().backward()
+    if debug:
+        assert re.search(r"rank 0 .*reduce-scatter of .* in torch.float32, rank 1 .* in torch.bfloat16", str(error.value))
+    else:
+        assert "waited for reduce-scatter of" in "".join(error.value.__notes__), error.value
 
 
 def kept(rank, world):

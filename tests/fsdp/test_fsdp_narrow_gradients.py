@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -201,3 +203,46 @@ def test_gradients_of_two_graph_tasks_are_both_counted(rank, world):
         mean = q.grad.float()
         dist.all_reduce(mean)
         assert torch.allclose(p.grad.full_tensor(), mean / world, rtol=2e-2, atol=2e-2 * mean.abs().max()), name
+
+
+class Depth(nn.Module):
+    """One layer, applied ``times`` times, after the first time under reentrant checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+        for k in range(times):
+            x = checkpoint(self.layer, x, use_reentrant=True) if k else self.layer(x)
+        return x * 1.0
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.deep = nn.Linear(24, 24), Depth()
+
+    def forward(self, x: torch.Tensor, times: int) -> Any:
+        return self.deep(self.first(x), times).float().square().sum()
+
+
+@pytest.mark.parametrize("backwards", [[(1, 0), (1, 1)], [(0, 1), (0, 0), (1, 0)], [(2, 1)], [(1, 3), (0, 2)]])
+@on_processes(2)
+def test_ranks_that_sum_different_numbers_of_gradients(rank: int, world: int, backwards: list[tuple[int, int]]) -> None:
+    """Each backward applies the unit's layer as often as given for each rank. All of them but the last are without sync."""
+    ours, alone = filled(Two(), 0, 0.25), filled(Two(), 0, 0.25).bfloat16()
+    fully_shard(ours.deep, mp_policy=BF16)
+    fully_shard(ours, mp_policy=BF16)
+    sums = [torch.zeros(p.shape) for p in alone.parameters()]
+    for k, times in enumerate(backwards):
+        ours.set_requires_gradient_sync(k == len(backwards) - 1)
+        ours(batch(2 * k + rank), times[rank]).backward()
+        alone(batch(2 * k + rank).bfloat16(), times[rank]).backward()
+        for total, p in zip(sums, alone.parameters(), strict=True):
+            total += p.grad if p.grad is not None else 0.0
+            p.grad = None
+    for total, (name, p) in zip(sums, ours.named_parameters(), strict=True):
+        dist.all_reduce(total)
+        assert p.grad is not None, name
+        assert torch.allclose(p.grad.full_tensor(), total / world, rtol=2e-2, atol=2e-2 * float(total.abs().max())), name

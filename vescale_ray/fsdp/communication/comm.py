@@ -10,7 +10,7 @@ buffer: 44 MiB more memory and 3x the CPU time for 44 MiB on two ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -200,10 +200,11 @@ def all_gather(
 
 
 def all_gather_pairwise(
-    outputs_and_shards: Iterable[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup, lane: Lane, name: str
+    outputs_and_shards: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup, lane: Lane, name: str
 ) -> Messages:
     """Gather every rank's shard of each pair into the output, by messages between all pairs of ranks."""
-    rank, world, messages = group.rank(), group.size(), Messages(group, tag_of(f"all-gather {name}"), lane)
+    nbytes = sum(shard.nbytes for _, shard in outputs_and_shards)
+    rank, world, messages = group.rank(), group.size(), Messages(group, tag_of(f"all-gather {name}, {nbytes} bytes"), lane)
     for out, shard in outputs_and_shards:
         size = shard.numel()
         for distance in range(1, world):

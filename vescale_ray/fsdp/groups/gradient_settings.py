@@ -17,7 +17,8 @@ class GradientSettings:
 
     Attributes:
         divide_factor: None: the number of data-parallel ranks, with those that exchange tokens (expert parallelism).
-        holds: whether backward adds gradients up and does not reduce them. Their buffer then has the reduce dtype from the start.
+        holds: whether backward adds gradients up and does not reduce them, or did so since the last reduction, on any rank. Their buffer
+            has the reduce dtype then, also on ranks that had no gradient before.
         sum_only: never use AVG.
         ordered: whether to sum in a fixed order, over the ranks and over the reductions of a step.
         contributes: whether this rank's gradients count. If not, it joins the reductions with zeros.

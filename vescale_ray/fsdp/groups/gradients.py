@@ -4,7 +4,7 @@ accumulate (a hook per parameter) -> flat buffer [W * S] -> reduce-scatter -> sh
 
 The buffer has the compute dtype if the reduce dtype holds each of its values, and the reduction casts them. Without gradient sync it has
 the reduce dtype. A parameter may still get a second gradient before the reduction (reentrant checkpoints). The gradients then first move
-to a buffer of the reduce dtype, and are summed in it.
+to a buffer of the reduce dtype, are summed in it, and move back: what a rank sends must not depend on what it alone has computed.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Gradients(GradientSettings):
 
     @property
     def buffer_dtype(self) -> torch.dtype:
-        """The dtype in which gradients arrive."""
+        """The dtype in which gradients arrive and leave, the same on every rank."""
         if self.in_place or self.holds or self.custom_scatter is not None:
             return self.reduce_dtype
         return arrival_dtype(self.compute_dtype, self.reduce_dtype)
@@ -191,13 +191,10 @@ class Gradients(GradientSettings):
             held = self._aside.get(index)
             self._aside[index] = grad if held is None else held + grad
         else:
-            held = None
-            if claim is not None:
-                del self._claims[index]
-                held = self._aside.pop(index, None)
+            held = None if self._claims.pop(index, None) is None else self._aside.pop(index, None)
             adds = claim is None and self._arrived[index]
             if adds or held is not None or grad.dtype != flat.tensor.dtype:
-                flat = self._widen(flat)
+                flat = self._cast(flat, self.reduce_dtype)
             if claim is None and not adds:
                 flat.writes(index)
             view = flat.views[index]
@@ -230,17 +227,17 @@ class Gradients(GradientSettings):
             self.on_first()
         return self.open()
 
-    def _widen(self, narrow: FlatGradient) -> FlatGradient:
-        """Move the gradients to a buffer of the reduce dtype, in which further ones are added without more rounding than in the sum."""
-        if narrow.tensor.dtype == self.reduce_dtype:
-            return narrow
+    def _cast(self, flat: FlatGradient, dtype: torch.dtype) -> FlatGradient:
+        """Move the gradients to a buffer of ``dtype``: in the reduce dtype, further ones add without more rounding than in the sum."""
+        if flat.tensor.dtype == dtype:
+            return flat
         self._flat = None
-        wide = self.open(self.reduce_dtype)
-        wide.writes_all()
-        wide.tensor.copy_(narrow.tensor)
-        if not self._claims:  # else autograd still holds views of the narrow buffer; its memory lives as long as they do
-            narrow.give_back()
-        return wide
+        moved = self.open(dtype)
+        moved.writes_all()
+        moved.tensor.copy_(flat.tensor)
+        if not self._claims:  # else autograd still holds views of the earlier buffer; its memory lives as long as they do
+            flat.give_back()
+        return moved
 
     def end_window(self) -> None:
         """End the unit's part of this backward: later gradients belong to another part."""
@@ -279,7 +276,7 @@ class Gradients(GradientSettings):
 
         ``asks``: whether the ranks will exchange which parameters they used; if not, all of them count as used.
         """
-        gradients = self.open()
+        gradients = self._cast(self.open(), self.buffer_dtype)
         gradients.writes_all()
         used = self.delivery.used(self._counts, asks=asks, delivers=self.delivers)
         for index in range(len(self.params)):
@@ -287,6 +284,7 @@ class Gradients(GradientSettings):
         factor = 1.0 / (self.divide_factor if self.divide_factor is not None else self.place.ranks * self.params[0].summed_over)
         flat, buffer = gradients.tensor, gradients.buffer
         self._clear()
+        self.holds = False
         if self.in_place:
             if factor != 1.0:
                 flat.mul_(factor)

@@ -239,7 +239,7 @@ class _CastAndScale:
 def _exchange(mine: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup, lane: Lane, name: str) -> Messages:
     """Send row i of ``mine`` to rank i, and receive every other rank's row in ``parts``."""
     rank, world = group.rank(), group.size()
-    messages = Messages(group, tag_of(f"reduce-scatter {name}"), lane)
+    messages = Messages(group, tag_of(f"reduce-scatter {name}, {mine.nbytes} bytes"), lane)
     for distance in range(1, world):
         source, target = (rank - distance) % world, (rank + distance) % world
         messages.receive(parts[source], source)

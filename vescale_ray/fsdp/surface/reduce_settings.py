@@ -22,13 +22,16 @@ class ReducesGradients:
         sharded_unit(self).ending.is_last = check_flag("is_last_backward", is_last_backward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether backward reduces gradients. Without sync, they add up in the unsharded buffers, in the reduce dtype."""
+        """Set whether backward reduces gradients. Without sync, they add up in the unsharded buffers, in the reduce dtype.
+
+        Call it alike on all ranks.
+        """
         requires_gradient_sync = check_flag("requires_gradient_sync", requires_gradient_sync)
         for unit in units_below(self, recurse):
             unit.options.gradient_sync = requires_gradient_sync
             for group in unit.groups:
                 group.grads.all_reduce = requires_gradient_sync
-                group.grads.holds = not unit.options.reduces
+                group.grads.holds = group.grads.holds or not unit.options.reduces
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """HSDP: set whether backward also sums over the replicas. If not, the reduce-scattered sum is kept for a later backward."""

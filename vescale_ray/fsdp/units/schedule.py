@@ -311,7 +311,7 @@ class Schedule:
         asks = asks or debugging()
         together = Sums(self.lanes.reduce)
         for group in groups:
-            agree(f"reduce-scatter of {group.name!r}", group.grads.group, group.place.device)
+            agree(f"reduce-scatter of {group.name!r} in {group.grads.buffer_dtype}", group.grads.group, group.place.device)
             group.grads.reduce(self.lanes.reduce, together, asks=asks)
         together.start()
         self._reducing.append([*groups])
