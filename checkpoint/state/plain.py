@@ -9,16 +9,23 @@ tensor of bytes. Nothing is pickled.
 from __future__ import annotations
 
 import base64
+import dataclasses
 import datetime
 import enum
 import json
 import math
 import random
 import re
+from argparse import Namespace
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePath
+from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import torch
@@ -211,6 +218,11 @@ def _check_dtype(what: str, dtype: np.dtype[Any]) -> None:
 
 
 _BASES = (Mapping, list, tuple, str, bytes, int, float, complex)
+_CALLS: tuple[tuple[Any, str], ...] = (
+    (PurePath | Decimal | Fraction | UUID, "str"),
+    (range, "list"),
+    (Namespace | SimpleNamespace, "vars"),
+)
 
 
 def _remedy(value: Any) -> str:
@@ -225,6 +237,9 @@ def _remedy(value: Any) -> str:
         return "give text or seconds, as isoformat(), timestamp() or total_seconds() make them"
     if isinstance(value, (bytearray, memoryview)):
         return "give bytes"
+    call = next((call for kinds, call in _CALLS if isinstance(value, kinds)), None)
+    if call is not None or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        return f"give {call or 'dataclasses.asdict'}() of it, and make the {type(value).__name__} from it after the load"
     if isinstance(value, np.random.Generator | np.random.BitGenerator):
         return "give its bit_generator.state, a dict"
     if isinstance(value, torch.Generator | np.random.RandomState):

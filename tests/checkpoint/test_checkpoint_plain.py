@@ -6,6 +6,7 @@ Other values are refused by name before anything is written.
 from __future__ import annotations
 
 import base64
+import dataclasses
 import datetime
 import decimal
 import enum
@@ -15,7 +16,8 @@ import math
 import random
 import tracemalloc
 from collections import Counter, OrderedDict, defaultdict, deque
-from types import MappingProxyType
+from pathlib import PurePosixPath
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -262,6 +264,11 @@ class Table(OrderedDict[str, int]):
     pass
 
 
+@dataclasses.dataclass
+class Trainer:
+    step: int
+
+
 class Odd:
     pass
 
@@ -283,7 +290,11 @@ def _in_itself() -> dict[str, Any]:
         ({"d": [datetime.datetime(2026, 1, 1)]}, r"state.x.d\[0\] is a datetime, .*give text or seconds"),
         ({"d": datetime.timedelta(1)}, "state.x.d is a timedelta, .*total_seconds"),
         ({"o": {"p": Odd()}}, "state.x.o.p is a Odd, .*give numbers, texts, bytes"),
-        ((1, {2: decimal.Decimal(1)}), r"state.x\[1\].2 is a Decimal"),
+        ((1, {2: decimal.Decimal(1)}), r"state.x\[1\].2 is a Decimal, .*give str\(\) of it, and make the Decimal from it after the load"),
+        ({"p": PurePosixPath("a")}, r"state.x.p is a PurePosixPath, .*give str\(\) of it"),
+        ({"r": range(3)}, r"state.x.r is a range, .*give list\(\) of it"),
+        ({"n": SimpleNamespace(a=1)}, r"state.x.n is a SimpleNamespace, .*give vars\(\) of it"),
+        ({"t": Trainer(3)}, r"state.x.t is a Trainer, .*give dataclasses.asdict\(\) of it, and make the Trainer from it after the load"),
         ({"q": deque([1, {2}])}, r"state.x.q\[1\] is a set"),
         ({"b": bytearray(b"x")}, "state.x.b is a bytearray, .*give bytes"),
         ({"g": torch.Generator()}, r"state.x.g is a Generator, .*give its get_state\(\)"),
