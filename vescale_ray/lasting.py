@@ -29,7 +29,8 @@ def misread(path: str | os.PathLike[str]) -> str | None:
     """Return the reason and the remedy if the path is most likely not the one that the user meant, else None."""
     text = os.fspath(path)
     if _ONE_SLASH.match(text):
-        return "a URL has two slashes, but pathlib.Path removes one of them; give the URL as text"
+        meant = text.replace(":/", ":///" if text.startswith(("file:", "local:")) else "://", 1)
+        return f"a URL has two slashes (pathlib.Path removes one of them); give {meant}, as text"
     if (found := _VARIABLE.search(text)) is not None:
         return f"{found[1]} is a variable of the shell, which is not replaced here; give its value"
     if text.startswith("~") and os.path.expanduser(text) == text:

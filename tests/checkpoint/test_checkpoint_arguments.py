@@ -113,7 +113,10 @@ def root(tmp_path_factory):
         (lambda root: loose.open(root, 3), "no checkpoint 3 in"),
         (lambda root: loose.load(W, root, group="gloo"), "group is a str; give a process group, as new_group() makes it, or none"),
         (lambda root: loose.save(root, {"model": torch.nn.Linear(1, 1)}, 1), "checkpoint root is a dict; give a folder's path"),
-        (lambda root: loose.save(W, Path("s3://bucket/run"), 1), "'s3:/bucket/run': a URL has two slashes, but pathlib"),
+        (
+            lambda root: loose.save(W, Path("s3://bucket/run"), 1),
+            "'s3:/bucket/run': a URL has two slashes (pathlib.Path removes one of",
+        ),
         (lambda root: loose.save(W, "/data/$USER/run", 1), "$USER is a variable of the shell, which is not replaced here; give its value"),
         (lambda root: loose.save(W, "~nobody-of-this-name/run", 1), "~nobody-of-this-name is not a home folder of this machine"),
         (lambda root: loose.load(W, f"{root}/commits"), "/commits: it is a part of a checkpoint's folder; give "),

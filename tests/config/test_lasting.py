@@ -113,8 +113,8 @@ def test_the_remedy_of_a_refused_folder_works(package, tmp_path):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("s3:/bucket/runs", "a URL has two slashes"),
-        ("file:/mnt/runs", "a URL has two slashes"),
+        ("s3:/bucket/runs", r"a URL has two slashes \(pathlib.Path removes one of them\); give s3://bucket/runs, as text"),
+        ("file:/mnt/runs", "give file:///mnt/runs, as text"),
         ("$SCRATCH/runs", r"\$SCRATCH is a variable of the shell, which is not replaced here; give its value"),
         ("/scratch/${USER}/runs", r"\$\{USER\} is a variable"),
         ("~nobody-of-this-name/runs", "~nobody-of-this-name is not a home folder of this machine; give an absolute path"),

@@ -14,7 +14,7 @@ from vescale_ray.config.sections import ConfigError
 
 
 def describe(error: ErrorDetails, beside: Sequence[str] = ()) -> str:
-    """Return one line for one of pydantic's errors. ``beside``: the known keys of the section that has an unknown key."""
+    """Return one line for one of pydantic's errors. ``beside``: the keys of the section within a section that the error is about."""
     inner = (error.get("ctx") or {}).get("error")
     if isinstance(inner, ConfigError):
         return str(inner)
@@ -27,7 +27,8 @@ def describe(error: ErrorDetails, beside: Sequence[str] = ()) -> str:
         ours = our_key(key)
         near = [ours] if ours is not None and ours.startswith(f"{section}.") else near
         return f"unknown key {key}: " + (f"did you mean {near[0]}?" if near else f"{section} has {', '.join(beside)}")
-    return f"{key} = {shown(error['input'])}: {_remedy(error, inner)}"
+    names = f", with {', '.join(beside)}" if error["type"] == "model_type" and beside else ""
+    return f"{key} = {shown(error['input'])}: {_remedy(error, inner)}{names}"
 
 
 def _remedy(error: ErrorDetails, inner: Any) -> str:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from vescale_ray.config.mistakes import describe, shown
-from vescale_ray.config.peers import our_key
+from vescale_ray.config.peers import no_such_key, our_key
 from vescale_ray.config.run_config import RunConfig
 from vescale_ray.config.sections import ConfigError
 
@@ -211,20 +211,22 @@ def _unknown(key: str, known: Mapping[str, FieldInfo]) -> str:
     holder = ".".join(key.split(".")[:2])
     if holder in known and holder != key:
         return f"unknown key {key}: give the whole value of {holder}, a list in brackets, or keys and values in braces"
+    if absent := no_such_key(key):
+        return f"unknown key {key}: {absent}"
     if ours := our_key(key):
         return f"unknown key {key}: did you mean {ours}?"
+    leaves, name = {other: other.rpartition(".")[2] for other in known}, leaf.lower()
     siblings = [other for other in known if other.startswith(f"{section}.")]
-    elsewhere = [other for other in known if other.rpartition(".")[2] == leaf]
-    near_leaf = difflib.get_close_matches(leaf, [other.rpartition(".")[2] for other in siblings], n=1, cutoff=0.6)
-    if near_leaf:
-        return f"unknown key {key}: did you mean {section}.{near_leaf[0]}?"
-    near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.75)
-    if elsewhere:
-        # `trian.steps` means train.steps and not another section's key of the same name.
-        near = [max(elsewhere, key=lambda other: difflib.SequenceMatcher(None, other, key).ratio())]
+    # `lora: {rank: 8}` means model.lora.
+    equal = [other for other in known if leaves[other] == name] or [other for other in known if leaves[other] == section]
+    # `trian.steps` means train.steps and not another section's key of the same name.
+    near = [max(equal, key=lambda other: difflib.SequenceMatcher(None, other, key).ratio())] if equal else []
+    near = near or [f"{section}.{one}" for one in difflib.get_close_matches(name, [leaves[other] for other in siblings], n=1)]
+    if not near and not siblings:  # in a known section, whole keys would be alike by the section's name alone
+        near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.75)
     if not near:
-        leaves = {other.rpartition(".")[2]: other for other in known}
-        near = [leaves[word] for word in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.7)]
+        by_leaf = {word: other for other, word in leaves.items()}
+        near = [by_leaf[word] for word in difflib.get_close_matches(name, list(by_leaf), n=1, cutoff=0.85)]
     if near:
         return f"unknown key {key}: did you mean {near[0]}?"
     if siblings:
