@@ -5,6 +5,7 @@ All raise ``BadInput`` or a subclass, with one line. :func:`foresee` changes not
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -100,6 +101,7 @@ def foresee(config: RunConfig) -> Foreseen:
     from vescale_ray.data.prompts import encoded_prompts
 
     _check_given(config)
+    warnings += tuple(_misspelled(config))
     dataset, sets = open_data(config)
     if (shown := config.train.completions) is not None:
         encoded_prompts(shown.prompts, config.data.tokenizer, dataset.unit, dataset.vocab)
@@ -108,6 +110,16 @@ def foresee(config: RunConfig) -> Foreseen:
         config = config.model_copy(update={"data": config.data.model_copy(update={"vocab": dataset.vocab})})
     expected, told = _expected(config)
     return Foreseen(config, stream_of(config, dataset), expected, dataset.bytes_per_token, (*warnings, *told))
+
+
+def _misspelled(config: RunConfig) -> Iterator[str]:
+    if config.model.hf is not None:
+        from vescale_ray.models.config_faults import misspelled
+        from vescale_ray.models.hf import CONFIG, open_folder
+
+        folder = open_folder(config.model.hf)
+        found = misspelled(folder.config, json.loads((folder.path / CONFIG).read_text(encoding="utf-8")))
+        yield from (f"model.hf = {config.model.hf}: {one}" for one in found)
 
 
 def _check_given(config: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,8 @@ _TYPES = {
     "a dict": "keys and values in braces",
 }
 _DTYPES = ("float32", "bfloat16", "float16")
+_ALIKE = 0.85
+"""Least likeness of a misspelled key (:mod:`difflib`)."""
 
 
 def explain(error: BaseException, path: Path) -> str:
@@ -41,11 +44,41 @@ def explain(error: BaseException, path: Path) -> str:
 
 def below_one(text: Any) -> str | None:
     """Return the size of a text model's configuration that is below 1, and the remedy."""
-    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        value = getattr(text, name, 1)
-        if isinstance(value, int) and value < 1:
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"):
+        value = _value(text, name)
+        if isinstance(value, int) and value < 1 and (name, value) != ("max_position_embeddings", -1):  # XLNet's, for no limit
             return f"{name} = {value}; give at least 1"
+    window, layers = _value(text, "sliding_window"), _value(text, "layer_types")
+    if isinstance(window, int) and window < 1 and any("sliding" in str(kind) for kind in layers or ["sliding_attention"]):
+        return f"sliding_window = {window}; give at least 1, or null for none"
     return None
+
+
+def _value(config: Any, name: str) -> Any:
+    """Return a setting of transformers' configuration; None if there is none, or if layers differ in it."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return None
+
+
+def misspelled(config: Any, given: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """Yield a warning for each key of ``given`` that transformers does not read, but that is like one that it reads.
+
+    The value must be another one than that which the model has without it: many files have keys of other programs.
+
+    Args:
+        config: transformers' configuration, made of ``given``.
+        above: path of ``given`` in the file, with a dot at its end.
+    """
+    has, other_names = vars(config), getattr(config, "attribute_map", {})
+    known = {*getattr(config, "__dataclass_fields__", ()), *other_names}
+    for key, value in given.items():
+        if isinstance(value, Mapping) and hasattr(has.get(key), "attribute_map"):
+            yield from misspelled(has[key], value, f"{above}{key}.")
+        elif key not in known and (near := difflib.get_close_matches(key.lower(), known - given.keys(), 1, _ALIKE)):
+            if value not in (None, has.get(other_names.get(near[0], near[0]))):
+                yield f"{above}{key} = {_shown(value)} in its config.json is not read; did you mean {near[0]}?"
 
 
 def misfit(path: Path) -> str | None:

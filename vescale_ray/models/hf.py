@@ -59,11 +59,13 @@ class HfFolder:
         path: the folder.
         config: transformers' configuration.
         has_weights: whether the folder holds safetensors.
+        end_tokens: the tokens at which ``generate`` of transformers ends a text.
     """
 
     path: Path
     config: Any
     has_weights: bool
+    end_tokens: frozenset[int]
 
     @property
     def vocab(self) -> int:
@@ -87,15 +89,6 @@ class HfFolder:
         """The dtype of the weights in the files, if ``config.json`` names it."""
         named = getattr(self.config, "dtype", None)
         return named if isinstance(named, torch.dtype) else None
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """The tokens at which ``generate`` of transformers ends a text."""
-        try:
-            given = json.loads((self.path / _GENERATION).read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError):
-            given = getattr(self._text, "eos_token_id", None)
-        return frozenset([given] if isinstance(given, int) else given or ())
 
     @property
     def _text(self) -> Any:
@@ -153,7 +146,19 @@ def open_folder(path: str | os.PathLike[str], key: str = "model.hf") -> HfFolder
     foreign = next((name for name in names if re.fullmatch(_FOREIGN, name)), None)
     if foreign is not None and not has_weights:
         raise BadInput(f"{where}: {foreign} is not a safetensors file; load the model with from_pretrained, and save_pretrained it")
-    return HfFolder(folder, config, has_weights)
+    return HfFolder(folder, config, has_weights, _end_tokens(folder / _GENERATION, config, where))
+
+
+def _end_tokens(file: Path, config: Any, where: str) -> frozenset[int]:
+    given: Any = getattr(config.get_text_config(), "eos_token_id", None)
+    if file.is_file():
+        try:
+            given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            raise BadInput(f"{where}: {_GENERATION} does not hold keys and values in braces; correct it, or delete it") from None
+        if not all(type(one) is int for one in (given if isinstance(given, list) else [given or 0])):
+            raise BadInput(f"{where}: {_GENERATION} has eos_token_id = {json.dumps(given)}; give a token id, or a list of them")
+    return frozenset([given] if isinstance(given, int) else given or ())
 
 
 def build(folder: HfFolder, dtype: torch.dtype = torch.float32) -> nn.Module:
