@@ -46,6 +46,7 @@ ranks. Between two generations the process keeps its imports, its data set and i
 | ``trainer``, ``model_building`` | ``Trainer``; ``build_model Blank NextModel build_sharded`` |
 | ``initial_values`` | ``fill``: weights of ``model.hf``, or random values that are equal at every world size; ``buffer_values`` |
 | ``model_factory`` | ``model_on_meta``: the shapes of ``model.factory``; ``initial_tensors``: its initial values |
+| ``host_memory`` | ``free_memory``: memory that the machine, or the limit of its container, leaves |
 | ``step_exchange`` | ``exchange``: the last collective before the optimizer's step |
 | ``unit_forward``, ``compile_ahead`` | recomputed and compiled units; ``compile_units`` compiles them before the first order |
 | ``messages`` | ``StepRecord``; names of flag bits ``STOP RESCALE CHECKPOINT BUSY`` (any int below 2**62 is ORed) |

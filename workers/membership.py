@@ -31,6 +31,8 @@ from vescale_ray.workers.messages import (
     Stepped,
     WorkerPhase,
 )
+from vescale_ray.workers.model_building import Blank
+from vescale_ray.workers.model_factory import Beating
 from vescale_ray.workers.monitoring.profiling import WRITE_S
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.network.process_groups import Closing, GroupFailed
@@ -225,6 +227,10 @@ class Membership:
     def _build(self, meshes: RankMeshes) -> Trainer:
         resources, order = self._resources, self._order
         try:
+            blank = resources.next_model.take()
+            if blank is None:
+                with Beating(self._heartbeat.beat):  # a factory may take minutes
+                    blank = Blank(self._config)
             trainer = Trainer(
                 self._config,
                 order.seat.rank,
@@ -232,7 +238,7 @@ class Membership:
                 order.ticket.generation,
                 resources.device,
                 resources.dataset,
-                resources.next_model.take(),
+                blank,
                 filled=order.origin is not Origin.FRESH,
                 eval_sets=resources.eval_sets,
                 meshes=meshes,

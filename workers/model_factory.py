@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -27,6 +26,7 @@ from vescale_ray.checkpoint.huggingface_layout import persistent_buffers
 from vescale_ray.compat.core import GLOBAL_DEVICE_CONTEXT
 from vescale_ray.errors import BadInput
 from vescale_ray.models import hf
+from vescale_ray.workers.host_memory import free_memory
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
@@ -44,7 +44,9 @@ def model_on_meta(config: RunConfig) -> nn.Module:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint")  # the CPU call copies
             model = _call(config)
-    except ValueError:
+    except ValueError as error:
+        if not _is_of_meta(error.__cause__):
+            raise
         with torch.device("cpu"):
             model = _call(config)
     else:
@@ -70,6 +72,13 @@ def model_on_meta(config: RunConfig) -> nn.Module:
                         moved[tensor] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
                     tensors[name] = moved[tensor]
     return model
+
+
+def _is_of_meta(error: BaseException | None) -> bool:
+    """Return whether a factory may have failed because its tensors are on the meta device. Such errors of torch name the device."""
+    if error is None:
+        return False
+    return isinstance(error, NotImplementedError) or "meta" in str(error).lower() or _is_of_meta(error.__cause__ or error.__context__)
 
 
 def _plain_tensor(module: nn.Module) -> str | None:
@@ -111,13 +120,13 @@ def initial_tensors(
     """
     where, needed = f"model.factory = {config.model.factory}", dict(tensors)
     size = sum(tensor.numel() * tensor.itemsize for tensor in [*model.parameters(), *model.buffers()])
-    free = psutil.virtual_memory().available
+    free = free_memory()
     if size > free:
         raise BadInput(
             f"{where}: its values take {size / 2**30:.1f} GiB of memory in each worker, and {free / 2**30:.1f} GiB are free; {remedy}"
         )
     try:
-        with torch.device("cpu"), _nan_in_new_memory(), _Beating(beat):
+        with torch.device("cpu"), _nan_in_new_memory(), Beating(beat):
             built = _call(config)
     except ValueError as error:
         beat()  # raises its own error if that is what ended the factory
@@ -163,7 +172,7 @@ def _call(config: RunConfig) -> nn.Module:
     return built
 
 
-class _Beating(TorchFunctionMode):
+class Beating(TorchFunctionMode):
     """Calls ``beat`` at each torch function: values of a large model take minutes, longer than a worker may stand still."""
 
     def __init__(self, beat: Callable[[], None]) -> None:

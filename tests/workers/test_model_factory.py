@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import random
@@ -17,15 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.ranks import run_threads
+from tests.workers.test_orders import join, resources
 from tests.workers.tiny import tiny
 from vescale_ray.compat.core import len_torch_function_stack
 from vescale_ray.controller.driver import model_checks, preflight
 from vescale_ray.errors import BadInput
+from vescale_ray.workers import membership
 from vescale_ray.workers.initial_values import fill
 from vescale_ray.workers.model_building import Blank, build_model, build_sharded
 from vescale_ray.workers.model_factory import initial_tensors
 from vescale_ray.workers.network.process_groups import GroupFailed
 from vescale_ray.workers.network.rank_mesh import rank_meshes
+from vescale_ray.workers.worker_state import WorkerState
 
 TABLE = np.arange(256 * 16, dtype=np.float32).reshape(256, 16) / 1000
 
@@ -169,6 +173,33 @@ old_norm = changed(lambda net: torch.nn.utils.weight_norm(net.blocks[0]))  # typ
 plain_tensor = changed(lambda net: setattr(net.norm, "angles", torch.ones(3)))
 
 
+CALLS: list[str] = []
+
+
+def reads_a_value() -> Net:
+    CALLS.append("reads_a_value")
+    net = Net()
+    assert net.norm.weight.sum().item() == 16
+    return net
+
+
+def no_such_file() -> Net:
+    CALLS.append("no_such_file")
+    raise FileNotFoundError("weights.pt")
+
+
+def loses_the_meta_error() -> Net:
+    try:
+        return reads_a_value()
+    except RuntimeError:
+        raise ValueError("bad weights") from None
+
+
+def no_module() -> Any:
+    CALLS.append("no_module")
+    return 3
+
+
 def initial(name: str, units: Any = "auto", **args: Any) -> dict[str, Tensor]:
     """Return the initial parameters and buffers of a factory's model, as a run has them."""
     config = preflight.foresee(tiny("stdlib", model_factory=f"{__name__}:{name}", model_args=args, model_units=units)).config
@@ -214,6 +245,13 @@ def test_a_factory_makes_heartbeats() -> None:
     model = build_model(config)
     initial_tensors(config, model, model.named_parameters(), "", lambda: beats.append(hash(torch.get_rng_state().numpy().tobytes())))
     assert len(beats) > 10 and len(set(beats)) > 3, "between the random numbers of several parameters"
+
+
+def test_a_model_built_in_a_generation_makes_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "Trainer", lambda *about, **rest: SimpleNamespace(blank=about[6]))
+    has = resources(config=tiny("stdlib", model_factory=f"{__name__}:rotated"))
+    trainer: Any = membership.Membership(join(4), has, WorkerState("w7"))._build(None)  # type: ignore[arg-type]
+    assert set(trainer.blank.buffers) == {"norm.angles", "norm.table"} and has.heartbeat.beats > 20
 
 
 def test_a_heartbeat_that_leaves_a_generation_is_no_bad_input() -> None:
@@ -266,6 +304,14 @@ def test_a_factory_that_does_not_fit_is_refused(name: str, words: str) -> None:
         initial(name)
     assert f"model.factory = {__name__}:{name}: " in str(caught.value) and words in str(caught.value)
     assert not any(parameter.is_meta for parameter in ONE.parameters())
+
+
+@pytest.mark.parametrize(("name", "calls"), [("reads_a_value", 2), ("no_such_file", 1), ("loses_the_meta_error", 2), ("no_module", 1)])
+def test_only_the_meta_device_makes_a_second_call(name: str, calls: int) -> None:
+    CALLS.clear()
+    with contextlib.suppress(ValueError):
+        build_model(tiny("stdlib", model_factory=f"{__name__}:{name}"))
+    assert len(CALLS) == calls
 
 
 def test_a_model_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
