@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ _SPLITS = {
     for split, words in (("train", "train|training"), ("validation", "validation|valid|val|dev"), ("test", "test|testing|eval|evaluation"))
 }
 """Words in file names by which the package ``datasets`` recognizes splits."""
+_UNUSED_SHARE = 0.1
+"""Largest share of the tokens that may be in no sample without a warning."""
 _MASKS = frozenset({"labels", "loss_mask", "completion_mask", "assistant_masks"})
 """Columns in which other programs mark the tokens to learn."""
 
@@ -22,6 +25,8 @@ def warnings_of(dataset: Any, sets: Mapping[str, Any], config: RunConfig) -> Ite
     """Yield a warning for each fault of the data that does not prevent the run."""
     yield from scarce(dataset, config)
     yield from left_out(dataset)
+    yield from cut(dataset, config.data.seq_len)
+    yield from twice(dataset)
     yield from endless(dataset)
     yield from foreign_tokens(dataset, config.data.tokenizer)
     yield from other_purposes(dataset, sets)
@@ -52,6 +57,34 @@ def left_out(dataset: Any) -> Iterator[str]:
         if rows := told.get("rows_without_answer"):
             other = f" of the role assistant, but messages of {told['other_roles']}" if "other_roles" in told else ""
             yield f"{name}: {rows:,} of {told['documents']:,} rows are left out, since they have no answer{other}"
+
+
+def cut(dataset: Any, seq_len: int) -> Iterator[str]:
+    """Warn of files of tokens that are too short for samples, and of conversations that are longer than a sample."""
+    for name, source in _sources(dataset).items():
+        if not (files := _files(source)):
+            continue
+        told = source.describe()
+        unused = told["tokens"] - (told["samples"] + told["heldout_samples"]) * seq_len
+        if len(files) > 1 and not files[0].joins and unused > told["tokens"] * _UNUSED_SHARE:
+            yield (
+                f"{name}: {unused:,} of {told['tokens']:,} tokens are in no sample, since each file is cut into samples of data.seq_len = "
+                f"{seq_len} by itself; lower data.seq_len, or join the files"
+            )
+        rows = told["documents"] - told["rows_without_answer"] if source.masked else 0
+        if rows and told["tokens"] > 2 * rows * seq_len:
+            yield (
+                f"{name}: a row has {told['tokens'] // rows:,} tokens on average, more than two samples of data.seq_len = {seq_len}, so "
+                "most answers are learned without their prompts; raise data.seq_len"
+            )
+
+
+def twice(dataset: Any) -> Iterator[str]:
+    """Warn of a file that several paths of a corpus name."""
+    for name, source in _sources(dataset).items():
+        again = next((url for url, times in Counter(file.file.url for file in _files(source)).items() if times > 1), None)
+        if again is not None:
+            yield f"{name}: {again} is read several times, since several of its paths name it; give each file once"
 
 
 def endless(dataset: Any) -> Iterator[str]:

@@ -62,7 +62,7 @@ def examine(config: RunConfig | None) -> Iterator[Finding]:
     checks: list[tuple[str, Callable[[], Finding]]] = [
         ("python", python),
         *((name, lambda name=name: package(name)) for name in TESTED),  # type: ignore[misc]
-        ("gpus", gpus),
+        ("gpus", lambda: gpus(config)),
         ("network", network),
         ("shared memory", shared_memory),
         ("open files", open_files),
@@ -102,7 +102,8 @@ def package(name: str) -> Finding:
     return Finding(name, "warn", f"{version}; tested with {tested}", f"pip install '{name}=={newest}.*', or run the tests with this one")
 
 
-def gpus() -> Finding:
+def gpus(config: RunConfig | None) -> Finding:
+    """Check whether torch sees the GPUs of this machine, and whether the run uses them."""
     import torch
 
     driver = shutil.which("nvidia-smi") is not None
@@ -110,6 +111,9 @@ def gpus() -> Finding:
         names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
         text = f"{torch.cuda.device_count()} ({', '.join(names)}), CUDA {torch.version.cuda}, NCCL {nccl or 'missing'}"
+        if nccl and config is not None and config.train.device == "auto" and not config.ray.gpus_per_worker:
+            text = f"{text}; with ray.gpus_per_worker = 0 workers compute on the CPU"
+            return Finding("gpus", "warn", text, "set ray.gpus_per_worker to 1, or train.device to cpu")
         return Finding("gpus", "ok" if nccl else "fail", text, "" if nccl else "install torch's CUDA build, which has NCCL")
     if driver:
         return Finding(

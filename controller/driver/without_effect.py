@@ -29,7 +29,7 @@ _UNUSED: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
 
 
 def without_effect(config: RunConfig) -> Iterator[str]:
-    """Yield a warning for each value that the run does not use."""
+    """Yield a warning for each value that the run does not use, or that is probably not meant."""
     describes = "config.json of model.hf" if config.model.hf is not None else "model.factory, with model.args,"
     for key in config.model.unused:
         yield f"model.{key} = {getattr(config.model, key)}: {describes} describes the model; leave it out"
@@ -40,6 +40,7 @@ def without_effect(config: RunConfig) -> Iterator[str]:
         if value != type(keys).model_fields[name].default and unused(config):
             yield f"{key} = {shown(value)} has no effect: {why}"
     yield from _columns_of_chats(config)
+    yield from _not_meant(config)
     train = config.train
     if train.warmup_steps > train.steps:
         yield (
@@ -51,6 +52,14 @@ def without_effect(config: RunConfig) -> Iterator[str]:
             f"ray.gpus_per_worker = {config.ray.gpus_per_worker:g}: a worker computes on one GPU; set it to 1, and elastic.workers to the "
             "number of GPUs"
         )
+
+
+def _not_meant(config: RunConfig) -> Iterator[str]:
+    kept = config.checkpoint
+    if kept.keep_best and kept.keep_mode == "max":
+        yield f"checkpoint.keep_mode = max keeps the checkpoints with the largest {kept.keep_metric}; set it to min"
+    if config.model.hf is not None and "corpus" not in config.data.model_fields_set:
+        yield "data.corpus is not given, so the model is trained on the source text of Python's standard library; give your data"
 
 
 def _columns_of_chats(config: RunConfig) -> Iterator[str]:

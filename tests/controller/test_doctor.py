@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from tests.checkpoint.faulty_store import Fault, FaultyStore
@@ -216,8 +217,19 @@ def test_file_system_without_locks_is_found(tmp_path: Path, monkeypatch) -> None
     assert found.verdict == "fail" and "files can't be locked there (Function not implemented)" in found.text and "-o flock" in found.remedy
 
 
+def test_gpus_that_the_run_does_not_use_are_found(tmp_path: Path, monkeypatch) -> None:
+    for name, value in {"is_available": True, "device_count": 2, "get_device_name": "H100"}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    found = doctor.gpus(tiny(tmp_path, "d", train_device="auto"))
+    assert found.verdict == "warn" and found.text.endswith("; with ray.gpus_per_worker = 0 workers compute on the CPU")
+    for used in (None, tiny(tmp_path, "d", train_device="cpu"), tiny(tmp_path, "d", train_device="auto", ray_gpus_per_worker=1)):
+        assert doctor.gpus(used).verdict == "ok"
+
+
 def test_a_check_that_breaks_is_a_finding_of_its_own(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(doctor, "gpus", lambda: 1 // 0)
+    monkeypatch.setattr(doctor, "gpus", lambda config: 1 // 0)
     found = {one.check: one for one in doctor.examine(tiny(tmp_path, "d"))}
     assert found["gpus"].verdict == "fail" and "ZeroDivisionError" in found["gpus"].text
     assert {"storage", "run folder", "metrics port", "ray cluster"} <= set(found)

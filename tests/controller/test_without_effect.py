@@ -17,7 +17,17 @@ from vescale_ray.controller.driver.without_effect import _UNUSED, without_effect
         ({"train.decay_type": "sqrt"}, {"train.schedule": "wsd"}, "train.decay_type = sqrt has no effect: it is the form of the final"),
         ({"train.matrix_lr": 0.02}, {"train.optimizer": "muon"}, "train.matrix_lr = 0.02 has no effect: train.optimizer steps all"),
         ({"train.eval_every": 5}, {"data.heldout": 0.1}, "train.eval_every = 5 has no effect: there is nothing to evaluate; raise"),
-        ({"checkpoint.keep_mode": "max"}, {"checkpoint.keep_best": 1}, "checkpoint.keep_mode = max has no effect: checkpoint.keep_best"),
+        (
+            {"checkpoint.keep_metric": "heldout_loss"},
+            {"checkpoint.keep_best": 1, "data.heldout": 0.1},
+            "checkpoint.keep_metric = heldout_loss has no effect: checkpoint.keep_best = 0 keeps none by it",
+        ),
+        (
+            {"checkpoint.keep_mode": "max", "checkpoint.keep_best": 1},
+            {"checkpoint.keep_mode": "min"},
+            "checkpoint.keep_mode = max keeps the checkpoints with the largest loss; set it to min",
+        ),
+        ({"model.hf": "m"}, {"data.corpus": "stdlib"}, "data.corpus is not given, so the model is trained on the source text of Python's"),
         ({"elastic.grow_gap_s": 9.0}, {"elastic.grow": True}, "elastic.grow_gap_s = 9.0 has no effect: it is for elastic.grow = true"),
         ({"ray.gpus_per_worker": 8.0}, {"ray.gpus_per_worker": 1.0}, "ray.gpus_per_worker = 8: a worker computes on one GPU; set it to 1"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,31 @@ def test_rows_without_an_answer_are_told_with_their_roles(tmp_path: Path) -> Non
         return f"{json.dumps({'messages': talk})}\n" * count
 
     path.write_text(rows("assistant", 30) + rows("gpt", 2))
-    assert warned(path, format="chat", tokenizer=tokenizer) == (
+    assert warned(path, format="chat", tokenizer=tokenizer, seq_len=32) == (
         "data.corpus: 2 of 32 rows are left out, since they have no answer of the role assistant, but messages of gpt",
     )
+    (_, said) = warned(path, format="chat", tokenizer=tokenizer)
+    assert re.match(r"data.corpus: a row has \d\d tokens on average, more than two samples of data.seq_len = 8, so most answers are", said)
     path.write_text(rows("gpt", 3) + rows("human", 3))
     with pytest.raises(BadInput, match="no row has an answer to learn, but messages of gpt, human; give rows with a completion"):
         warned(path, format="chat", tokenizer=tokenizer)
+
+
+def test_short_files_of_tokens_are_told(tmp_path: Path) -> None:
+    for number in range(40):
+        np.save(tmp_path / f"{number}.npy", np.arange(20 if number < 20 else 7))
+    assert warned(tmp_path, vocab=20) == (
+        "data.corpus: 220 of 540 tokens are in no sample, since each file is cut into samples of data.seq_len = 8 by itself; lower "
+        "data.seq_len, or join the files",
+    )
+    assert warned(tmp_path, vocab=20, seq_len=1) == ()
+
+
+def test_a_file_that_is_named_twice_is_told(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["some text for a run"] * 30)
+    said = f"data.corpus: {path} is read several times, since several of its paths name it; give each file once"
+    assert warned(path, corpus=[str(path), f"{tmp_path}/*.jsonl"]) == (said,)
+    assert warned(path, corpus=[str(path)]) == ()
 
 
 def test_data_for_another_purpose_is_told(tmp_path: Path) -> None:
