@@ -352,6 +352,10 @@ def test_wide_tokens_read_as_narrow_ones_are_refused(tmp_path: Path) -> None:
     said = f"{file}: every second token is below 4, as if they were uint32; set data.dtype to uint32"
     assert refused(file, vocab=128_256) == said
     assert dataset(str(file), dtype="uint32", vocab=128_256).num_samples == 5000 // 8 - 1
+    ids.astype("<i8").tofile(file)  # every second uint32 would be token 0
+    for dtype in ("uint16", "uint32"):
+        said = f"{file}: every second word of 4 bytes is 0, as if its tokens were int64; write them as {dtype}"
+        assert refused(file, vocab=128_256, dtype=dtype) == said
     for narrow in (ids % 4, ids % 1000):
         narrow.astype("<u2").tofile(file)
         assert dataset(str(file), vocab=1000).num_samples == 5000 // 8 - 1
