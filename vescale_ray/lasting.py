@@ -18,6 +18,8 @@ _SESSION = re.compile(r"session_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d+_\d+")
 _ON_A_DISK = re.compile(r"(file|local)://")
 _ONE_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)", re.IGNORECASE)
 _VARIABLE = re.compile(r"(?:^|/)(\$\w+|\$\{\w+\})")
+_TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm")
+"""Folders of one machine alone, whatever ``TMPDIR`` is."""
 REMEDY = "give an absolute path on storage that all nodes share"
 
 
@@ -69,4 +71,5 @@ def check_lasting(what: str, path: str | os.PathLike[str], remedy: str = REMEDY)
 def in_temporary_folder(path: str | os.PathLike[str]) -> bool:
     """Return whether the folder is in this machine's folder for temporary files, which other nodes do not see and a new pod lacks."""
     text = whole(path)
-    return "://" not in text and Path(text).is_relative_to(Path(tempfile.gettempdir()).resolve())
+    folders = (tempfile.gettempdir(), *_TEMPORARY)
+    return "://" not in text and any(Path(text).is_relative_to(Path(folder).resolve()) for folder in folders)

@@ -146,6 +146,7 @@ def test_temporary_folder_warns_on_a_cluster_and_not_locally(tmp_path, monkeypat
     text = tmp_path / "text.txt"
     text.write_text("A text of some length, again and again. " * 400)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(lasting, "_TEMPORARY", (str(tmp_path / "shm"),))
     config = load_config(None, [f"run.dir={tmp_path}/temporary/runs", f"data.corpus={text}"])
     assert preflight.foresee(config).warnings == ()
     monkeypatch.setenv("RAY_ADDRESS", "auto")
@@ -156,6 +157,7 @@ def test_temporary_folder_warns_on_a_cluster_and_not_locally(tmp_path, monkeypat
         load_config(None, [f"run.dir={tmp_path}/kept", f"checkpoint.dir={tmp_path}/temporary/c", f"data.corpus={text}"])
     )
     assert len(both.warnings) == 1 and both.warnings[0].startswith(f"checkpoint.dir: {tmp_path}/temporary/c lies")
+    assert len(preflight.foresee(load_config(None, [f"run.dir={tmp_path}/shm/runs", f"data.corpus={text}"])).warnings) == 1
     assert doctor.run_folder(config).verdict == "warn"
     monkeypatch.delenv("RAY_ADDRESS")
     assert doctor.run_folder(config).verdict == "ok"
