@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.fsdp.towers import Tower, alike, grads, inputs, same, seeded, shard_tower
@@ -57,6 +58,38 @@ def test_a_rank_that_strays_in_backward_is_named(rank, world):
         model.layers[3].set_requires_gradient_sync(False)
     with pytest.raises(OrderError, match=r"reduce-scatter of 'layers.3.*reduce-scatter of 'layers.2"):
         out.sum().backward()
+
+
+class Heads(nn.Module):
+    """A loss that depends on one of two heads, which are units."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.heads = nn.Linear(20, 20), nn.ModuleList(nn.Linear(20, 3) for _ in range(2))
+
+    def forward(self, x, which, follows_remedy):
+        x = self.body(x)
+        results = [head(x) for head in self.heads]
+        return results[which].square().mean() + (results[1 - which].sum() * 0 if follows_remedy else 0)
+
+
+@on_processes(2)
+def test_a_unit_for_other_ranks_runs_times_zero(rank, world):
+    set_debug(True)
+    for follows_remedy in (False, True):
+        ours, alone = seeded(Heads), seeded(Heads)
+        for head in ours.heads:
+            fully_shard(head)
+        fully_shard(ours).set_reduce_scatter_unused_params(not follows_remedy)
+        loss = ours(inputs(rank, world), rank, follows_remedy)
+        if not follows_remedy:
+            with pytest.raises(OrderError, match=r"heads.0.*heads.1.*: run each unit on every rank, .* its result times 0"):
+                loss.backward()
+            continue
+        loss.backward()
+        for r in range(world):
+            (alone(inputs(r, world), r, False) / world).backward()
+        same(grads(ours), grads(alone))
 
 
 @on_processes(2)

@@ -47,8 +47,8 @@ def agree(what: str, group: dist.ProcessGroup, device: torch.device) -> None:
     if other is not None:
         raise OrderError(
             f"the ranks are about to start different collectives: rank 0 of the group the {said[0]}, rank {other} the {said[other]} "
-            f"(this is rank {rank}): let every rank take the same path through the model, or gather unused units with "
-            f"set_reduce_scatter_unused_params"
+            f"(this is rank {rank}): run each unit on every rank, in the same order, and where the loss does not need one, add its result "
+            f"times 0 to the loss"
         )
 
 

@@ -95,7 +95,7 @@ class ReducesGradients:
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Give zero gradients to parameters that no rank used. Without it their ``grad`` stays None on all ranks, as in one process.
 
-        It is needed only if a rank uses no parameter at all of a unit that other ranks use.
+        If the losses of only some ranks depend on a unit, it is not enough: add the unit's result times 0 to the other losses.
         """
         reduce_scatter_unused_params = check_flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
         for unit in units_below(self, recurse):
