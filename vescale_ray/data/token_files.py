@@ -130,7 +130,7 @@ def open_bin(file: DataFile, dtype: str, step: int, vocab: int) -> FlatFile:
     if file.size % itemsize:
         raise BadInput(f"{file.url}: {file.size} bytes are not a multiple of {itemsize}, the size of data.dtype = {dtype}; it is truncated")
     words = np.frombuffer(file.read(0, min(_HEADER, file.size // 8 * 8)), "<u4")
-    if len(words) >= 64 and not words[1::2].any() and words[::2].any():
+    if len(words) >= 64 and not words[1::2].any() and np.count_nonzero(words[::2]) > len(words) // 4:
         raise BadInput(f"{file.url}: every second word of 4 bytes is 0, as if its tokens were int64; write them as {dtype}")
     if dtype == "uint16":
         head = np.frombuffer(file.read(0, min(_HEADER, file.size // 4 * 4)), "<u2")
