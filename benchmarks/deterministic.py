@@ -61,7 +61,7 @@ def rank_main(rank: int, world: int, store: str, optimizer: str, slots: int, rou
     import torch
     import torch.distributed as dist
 
-    from vescale_ray.data.corpus import load_corpus
+    from vescale_ray.data.sources.corpus import load_corpus
 
     torch.set_num_threads(1)
     join(store, rank, world)

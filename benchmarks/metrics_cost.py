@@ -128,7 +128,7 @@ def rank_main(rank: int, world: int, store: str, rounds: int, out: Any) -> None:
     import torch.distributed as dist
 
     from vescale_ray.communication import wait_notes
-    from vescale_ray.data.corpus import load_corpus
+    from vescale_ray.data.sources.corpus import load_corpus
     from vescale_ray.workers.resharding.memory_snapshots import Snapshots
     from vescale_ray.workers.trainer import Trainer
 
@@ -181,9 +181,9 @@ def controller_work(found: list[dict[str, Any]], rounds: int) -> list[dict[str, 
     from vescale_ray.controller.failures.budget import Budget, Limits
     from vescale_ray.controller.http.exposition import exposition
     from vescale_ray.controller.protocol import StateSource, World
-    from vescale_ray.controller.state.generation_log import GenerationLog
     from vescale_ray.controller.state.publisher import Observed, Publisher
     from vescale_ray.controller.state.run_log import RunLog
+    from vescale_ray.controller.statistics.generation_log import GenerationLog
     from vescale_ray.runfolder import RunFolder
     from vescale_ray.workers.messages import Origin, Stepped, Ticket, Usage
 

@@ -369,10 +369,10 @@ def carried_out(config: Any, saboteur: Saboteur, act: Callable[[], None]) -> dic
     Raises:
         RuntimeError: the run failed or lost a sample.
     """
-    from vescale_ray import report
     from vescale_ray.controller.driver.driver import run
-    from vescale_ray.data.corpus import load_corpus
-    from vescale_ray.data.stream import SampleStream
+    from vescale_ray.data.order.stream import SampleStream
+    from vescale_ray.data.sources.corpus import load_corpus
+    from vescale_ray.reporting import report
 
     thread = threading.Thread(target=saboteur.work, args=(act,), daemon=True)
     thread.start()

@@ -11,6 +11,7 @@ The parts, from the bottom up:
     commits   makes commits and finds them
     upkeep/   retention, pins, reading back, deletion, the way back to an older checkpoint
     state/    a training script's state as named tensors and values
+    plain_values/  values that are no tensors, as JSON and bytes
     reading/  planned and verified reads, the load of a state, the comparison of two checkpoints
     api, saving/   the calls that save a state, at once or asynchronously
     bridges/, huggingface*  other programs' formats
@@ -43,6 +44,7 @@ from .format.shard import Vote, new_attempt, write_shard
 from .huggingface import fingerprint, import_hf
 from .huggingface_export import Exported, export_hf
 from .interval import Interval, choose_interval, daly_interval, expected_mtbf
+from .plain_values.rng import capture_rng, derive_rng, restore_rng
 from .reading.compare import CheckpointDiff, Difference, diff
 from .reading.loading import Loaded, load
 from .reading.read_plan import ReadPlan
@@ -52,7 +54,6 @@ from .saving.handle import SaveHandle
 from .saving.saver import Saver
 from .state.matching import StoredTensor
 from .state.name_tables import NameTable
-from .state.rng import capture_rng, derive_rng, restore_rng
 from .stores.fsspec_store import FsspecStore
 from .stores.memory_store import MemoryStore
 from .stores.posix import PosixStore

@@ -29,6 +29,8 @@ from .format.digest import digest_of
 from .format.object_layout import ShardPiece
 from .format.shard import Vote, new_attempt, write_shard
 from .format.strict_json import check_meta
+from .plain_values.plain import KIND, Packed, data_name, pack
+from .plain_values.rng import capture_rng
 from .saving.accord import Accord, Word
 from .saving.bounded import Quiet, Watch, bounded
 from .saving.handle import SaveHandle
@@ -37,8 +39,6 @@ from .state.flat_state import State
 from .state.flattening import flatten
 from .state.matching import Pair, label
 from .state.optimizer_hooks import warn_of_hooks
-from .state.plain import KIND, Packed, data_name, pack
-from .state.rng import capture_rng
 from .state.tensors import LocalPart, local_part, owners
 from .stores.opening import store_of
 from .stores.store import ObjectStore, Root

@@ -11,7 +11,7 @@ from vescale_ray.controller.failures.budget import Budget
 from vescale_ray.controller.protocol import Ending, Places, World
 from vescale_ray.controller.scaling.capacity import Free
 from vescale_ray.controller.state.durable_state import DurableState
-from vescale_ray.controller.state.run_stats import RunStats
+from vescale_ray.controller.statistics.run_stats import RunStats
 from vescale_ray.controller.worker_group.worker_news import Lost
 from vescale_ray.workers.messages import Ticket, WorkerFault, WorkerInfo, WorkerReport
 

@@ -29,7 +29,7 @@ MODULES = (
     "vescale_ray.optim",
     "vescale_ray.planner",
     "vescale_ray.state_dict",
-    "vescale_ray.workers.rehearsal",
+    "vescale_ray.workers.building.rehearsal",
     "tests.checkpoint.checkpoint_support",
     "tests.dtensor.layouts",
     "tests.ranks",

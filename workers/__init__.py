@@ -41,20 +41,20 @@ ranks. Between two generations the process keeps its imports, its data set and i
 | module | contents |
 |---|---|
 | ``worker``, ``worker_state`` | the actor, and the state that its control threads and its training thread share |
-| ``membership``, ``shard_move`` | a member's part in one generation; the move of shards, and a leaver's part |
+| ``membership``, ``resharding.shard_move`` | a member's part in one generation; the move of shards, and a leaver's part |
 | ``network.process_groups`` | ``prepare form dissolve collectives describe is_collective_error GroupFailed open_transfer Closing`` |
-| ``trainer``, ``model_building`` | ``Trainer``; ``build_model Blank NextModel build_sharded`` |
-| ``initial_values`` | ``fill``: weights of ``model.hf``, or random values that are equal at every world size; ``buffer_values`` |
-| ``model_factory`` | ``model_on_meta``: the shapes of ``model.factory``; ``initial_tensors``: its initial values |
-| ``host_memory`` | ``free_memory``: memory that the machine, or the limit of its container, leaves |
-| ``step_exchange`` | ``exchange``: the last collective before the optimizer's step |
-| ``unit_forward``, ``compile_ahead`` | recomputed and compiled units; ``compile_units`` compiles them before the first order |
+| ``trainer``, ``building.model_building`` | ``Trainer``; ``build_model Blank NextModel build_sharded`` |
+| ``building.initial_values`` | ``fill``: weights of ``model.hf``, or random values that are equal at every world size; ``buffer_values`` |
+| ``building.model_factory`` | ``model_on_meta``: the shapes of ``model.factory``; ``initial_tensors``: its initial values |
+| ``building.host_memory`` | ``free_memory``: memory that the machine, or the limit of its container, leaves |
+| ``steps.step_exchange`` | ``exchange``: the last collective before the optimizer's step |
+| ``building.unit_forward``, ``.compile_ahead`` | recomputed and compiled units; ``compile_units`` compiles them before the first order |
 | ``messages`` | ``StepRecord``; names of flag bits ``STOP RESCALE CHECKPOINT BUSY`` (any int below 2**62 is ORed) |
 | ``resharding.shards`` | ``Shards Piece export_shards``: one rank's part of the training state, as views |
 | ``resharding.memory_snapshots`` | ``Snapshots``; with ``copy_exchange``, ``memory_copy`` and ``buddies`` |
 | ``resharding.held_state`` | ``HeldState Resume choose_resume`` |
 | ``resharding.reshard`` | ``execute ReshardReport restore_from_checkpoint``; ``plan`` is in ``reshard_plan`` |
-| ``job_plan`` | ``choose_for_job``: the planner's count of the memory that the workers of a job file take |
+| ``building.job_plan`` | ``choose_for_job``: the planner's count of the memory that the workers of a job file take |
 | ``saving`` | ``Writer``: writes checkpoints during training; ``write_checkpoint_shard`` |
 
 This package may import everything in ``vescale_ray`` but ``controller``; only ``worker.py`` may import Ray.

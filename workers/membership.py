@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from vescale_ray import checkpoint
 from vescale_ray.communication import wait_notes
 from vescale_ray.errors import BadInput, one_line
+from vescale_ray.workers.building.model_building import Blank
+from vescale_ray.workers.building.model_factory import Beating
 from vescale_ray.workers.messages import (
     BUSY,
     CHECKPOINT,
@@ -31,15 +33,13 @@ from vescale_ray.workers.messages import (
     Stepped,
     WorkerPhase,
 )
-from vescale_ray.workers.model_building import Blank
-from vescale_ray.workers.model_factory import Beating
 from vescale_ray.workers.monitoring.profiling import WRITE_S
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.network.process_groups import Closing, GroupFailed
 from vescale_ray.workers.network.rank_mesh import RankMeshes, rank_meshes
 from vescale_ray.workers.resharding.reshard import restore_from_checkpoint
 from vescale_ray.workers.resharding.shard_layouts import outline_of, packed
-from vescale_ray.workers.shard_move import FILL_SECONDS, move
+from vescale_ray.workers.resharding.shard_move import FILL_SECONDS, move
 from vescale_ray.workers.trainer import Trainer
 from vescale_ray.workers.worker_fault import fault_of
 
@@ -48,14 +48,14 @@ if TYPE_CHECKING:
 
     from vescale_ray.config import RunConfig
     from vescale_ray.data.dataset import Dataset
-    from vescale_ray.workers.completing import Completer
+    from vescale_ray.workers.building.model_building import NextModel
     from vescale_ray.workers.messages import StepRecord
-    from vescale_ray.workers.model_building import NextModel
     from vescale_ray.workers.monitoring.heartbeat import Heartbeat
     from vescale_ray.workers.monitoring.profiling import StepProfiler
     from vescale_ray.workers.resharding.memory_snapshots import Snapshots
     from vescale_ray.workers.resharding.reshard import ReshardReport
     from vescale_ray.workers.saving import Writer
+    from vescale_ray.workers.steps.completing import Completer
     from vescale_ray.workers.worker_state import WorkerState
 
 

@@ -48,18 +48,18 @@ from vescale_ray.communication import wait_notes
 from vescale_ray.data.loss_units import bits_per_byte
 from vescale_ray.lr_schedule import lr_at
 from vescale_ray.models.lora import is_adapter
-from vescale_ray.workers.batch_losses import BatchLosses
-from vescale_ray.workers.gradient_clipping import clip
-from vescale_ray.workers.initial_values import fill, load_base, seed_of
+from vescale_ray.workers.building.initial_values import fill, load_base, seed_of
+from vescale_ray.workers.building.model_building import Blank, build_model, build_sharded, communicates
+from vescale_ray.workers.building.unit_forward import kept_results
 from vescale_ray.workers.messages import StepRecord, Usage
-from vescale_ray.workers.model_building import Blank, build_model, build_sharded, communicates
 from vescale_ray.workers.monitoring.meter import Meter
 from vescale_ray.workers.monitoring.pace import Pace, deal
 from vescale_ray.workers.network.rank_mesh import RankMeshes, rank_meshes
 from vescale_ray.workers.resharding.shards import Views, formats_of
-from vescale_ray.workers.slot_batches import SlotBatches, targets_in
-from vescale_ray.workers.step_exchange import RankStep, Seconds, exchange
-from vescale_ray.workers.unit_forward import kept_results
+from vescale_ray.workers.steps.batch_losses import BatchLosses
+from vescale_ray.workers.steps.gradient_clipping import clip
+from vescale_ray.workers.steps.slot_batches import SlotBatches, targets_in
+from vescale_ray.workers.steps.step_exchange import RankStep, Seconds, exchange
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
@@ -94,7 +94,7 @@ class Trainer:
 
     Raises:
         ValueError: there are more ranks than slots, no module matches ``model.units``, or the model cannot be trained
-            (:func:`vescale_ray.workers.model_building.build_model`).
+            (:func:`vescale_ray.workers.building.model_building.build_model`).
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Trainer:
         self.load_base()
 
     def load_base(self) -> None:
-        """Fill the frozen base of ``model.lora`` (:func:`vescale_ray.workers.initial_values.load_base`). Not a collective."""
+        """Fill the frozen base of ``model.lora`` (:func:`vescale_ray.workers.building.initial_values.load_base`). Not a collective."""
         self.base = load_base(self.config, self.model, self.base, self.beat)
 
     def read_ahead(self) -> None:

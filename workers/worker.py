@@ -164,7 +164,7 @@ class Worker:
 
     def _take_orders(self, resources: Resources) -> None:
         from vescale_ray.workers.membership import Membership
-        from vescale_ray.workers.shard_move import give
+        from vescale_ray.workers.resharding.shard_move import give
 
         while True:
             if self._state.phase is not WorkerPhase.FINISHED:
@@ -189,14 +189,14 @@ class Worker:
 
         from vescale_ray.config import Given, parse_config
         from vescale_ray.data.dataset_loading import load_dataset, load_eval_sets
-        from vescale_ray.workers.completing import Completer
+        from vescale_ray.workers.building.model_building import NextModel
+        from vescale_ray.workers.building.rehearsal import rehearse
         from vescale_ray.workers.membership import Resources
-        from vescale_ray.workers.model_building import NextModel
         from vescale_ray.workers.monitoring.profiling import StepProfiler
         from vescale_ray.workers.network import process_groups
-        from vescale_ray.workers.rehearsal import rehearse
         from vescale_ray.workers.resharding.memory_snapshots import Snapshots
         from vescale_ray.workers.saving import Writer
+        from vescale_ray.workers.steps.completing import Completer
 
         config = parse_config(self._config)
         if self._pickled:

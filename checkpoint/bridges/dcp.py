@@ -45,12 +45,12 @@ from ..errors import CheckpointMismatch
 from ..format.digest import as_bytes
 from ..format.object_layout import dtype_name
 from ..format.tiling import Tiling
+from ..plain_values.plain_entries import PlainValues
 from ..reading.read_plan import Range
 from ..reading.reader import BUDGET_BYTES, Checkpoint, open_checkpoint
 from ..state.matching import castable
 from ..state.name_tables import Globs, NameTable, entry_of, globs, table_of
 from ..state.nested_state import unfold
-from ..state.plain_entries import PlainValues
 from ..state.saved_meta import check_saved_meta
 from ..stores.store import Root
 from .dcp_state import DcpSource

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointMismatch, ForeignFileError
+from ..plain_values.plain import KIND, Packed, data_name, pack
+from ..plain_values.scalars import encode
 from ..state.flat_state import is_extra
 from ..state.matching import StoredTensor
 from ..state.name_tables import chosen
 from ..state.nested_state import fold, is_nested
-from ..state.plain import KIND, Packed, data_name, pack
-from ..state.scalars import encode
 from .dcp_files import DcpFiles
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})", re.ASCII)

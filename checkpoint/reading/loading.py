@@ -22,6 +22,9 @@ from ..api import from_first, ranks_of, together
 from ..arguments import device_of, nbytes, state_of
 from ..commits import Commit, newest_first
 from ..errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint, first_few
+from ..plain_values.plain import EntryBytes, unpack
+from ..plain_values.plain_entries import PlainValues
+from ..plain_values.rng import derive_rng, restore_rng
 from ..state.entries import check_entries, plain_values, restore_values
 from ..state.flat_state import FlatState, Holder, Saved, State, TensorChoice, flatten_models
 from ..state.flattening import flatten_targets, stored_pairs
@@ -29,9 +32,6 @@ from ..state.matching import Pair, match
 from ..state.name_tables import Globs, NameTable, globs, matches, table_of
 from ..state.optimizer_hooks import warn_of_hooks
 from ..state.optimizer_state import created_states
-from ..state.plain import EntryBytes, unpack
-from ..state.plain_entries import PlainValues
-from ..state.rng import derive_rng, restore_rng
 from ..state.saved_meta import check_saved_meta
 from ..state.tensors import LocalPart, check_target, local_part
 from ..stores.opening import store_of

@@ -26,9 +26,9 @@ from ..format.manifest import Extents, Manifest, TensorEntry
 from ..format.manifest_fields import ManifestError
 from ..format.object_layout import dtype_name
 from ..format.pages import transfer_buffers
+from ..plain_values.plain_entries import entry_names
 from ..state.matching import Pair, StoredTensor, castable, label, match
 from ..state.name_tables import Globs, chosen, globs, nearest
-from ..state.plain_entries import entry_names
 from ..state.saved_meta import check_saved_meta
 from ..stores.opening import store_of
 from ..stores.store import ALIGNMENT, KeyMissing, ObjectStore, RangeReader, Root, out_of_reach

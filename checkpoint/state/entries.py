@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointMismatch
+from ..plain_values.plain_entries import plain_value
 from .extra_states import set_extra_states
 from .flat_state import FlatState, Saved, State, TensorChoice, is_stateful, is_tensors
 from .name_tables import entry_of, matches
 from .optimizer_state import restore_optimizer
-from .plain_entries import plain_value
 
 _TENSORS, _OPTIMIZER, _PLAIN = "tensors", "an optimizer", "a plain value"
 _REMEDY = {

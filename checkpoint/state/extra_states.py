@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale_ray.new_states import canonical
+from vescale_ray.states.new_states import canonical
 
 from ..errors import CheckpointMismatch, first_few
+from ..plain_values.plain_entries import plain_value
 from .flat_state import EXTRA, FlatState, Saved, TensorChoice, is_extra
 from .name_tables import entry_of, matches
-from .plain_entries import plain_value
 
 
 def extra_key(name: str, models: Iterable[str]) -> str:

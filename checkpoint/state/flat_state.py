@@ -23,11 +23,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from vescale_ray.new_states import canonical
+from vescale_ray.states.new_states import canonical
 
+from ..plain_values.plain import Packed
 from .matching import Pair, StoredTensor
 from .name_tables import NameTable, chosen, entry_of
-from .plain import Packed
 
 EXTRA = "_extra_state"
 """Torch's name, in a state dict, for the result of a module's ``get_extra_state()``."""

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from ..plain_values.plain import data_name, pack
 from .extra_states import choose_extra_states, extra_key
 from .flat_state import FlatState, Saved, TensorChoice, flatten_models, is_stateful, is_tensors
 from .matching import Pair
 from .name_tables import entry_of
 from .optimizer_state import Created, add_targets, check_groups, create_states, flatten_optimizer, kind_of
-from .plain import data_name, pack
 
 
 def flatten(state: Mapping[str, Any]) -> FlatState:

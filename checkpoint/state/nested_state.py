@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .plain import EntryBytes, pack, unpack
-from .scalars import decode, encode
+from ..plain_values.plain import EntryBytes, pack, unpack
+from ..plain_values.scalars import decode, encode
 
 _FOLDED = "nested"
 

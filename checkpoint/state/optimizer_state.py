@@ -11,13 +11,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.dtensor.beside import zeros_beside
-from vescale_ray.new_states import OF_SCHEDULERS
+from vescale_ray.states.new_states import OF_SCHEDULERS
 
 from ..errors import CheckpointMismatch
+from ..plain_values.scalars import decode
 from .flat_state import FlatState, Saved, TensorChoice
 from .name_tables import matches
 from .nested_state import as_json, fold, is_folded, is_nested, is_replicated, leaves, unfold
-from .scalars import decode
 
 Created = list[tuple[torch.optim.Optimizer, torch.Tensor, str]]
 """Optimizer states that were created for reading: (optimizer, parameter, state key)."""

@@ -7,8 +7,8 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from ..errors import CheckpointMismatch
+from ..plain_values.plain import unpack
 from .nested_state import unfold
-from .plain import unpack
 
 
 def check_saved_meta(where: str, meta: Mapping[str, Any], *, optimizers: bool = True) -> None:

@@ -66,7 +66,7 @@ def _check_ends(dataset: Dataset, sets: Mapping[str, Dataset]) -> None:
 
 def check_tokenizer(given: str, folder: HfFolder) -> None:
     """Refuse a tokenizer with tokens that the model lacks, or that mean other tokens to the model's weights."""
-    from vescale_ray.data.encoders import id_count, load_tokenizer
+    from vescale_ray.data.text.encoders import id_count, load_tokenizer
 
     tokenizer, digest = load_tokenizer(given)
     if id_count(tokenizer) > folder.vocab:

@@ -99,8 +99,8 @@ def endless(dataset: Any) -> Iterator[str]:
 
 def foreign_tokens(dataset: Any, tokenizer: str | None) -> Iterator[str]:
     """Warn of files that ``data prepare`` has made with a tokenizer other than the run's."""
-    from vescale_ray.data.encoders import load_tokenizer
     from vescale_ray.data.preparation import tokenizer_of
+    from vescale_ray.data.text.encoders import load_tokenizer
 
     for name, source in _sources(dataset).items():
         made = tokenizer_of(files[0].file) if (files := _files(source)) and source.unit == "ids" else None
@@ -113,7 +113,7 @@ def foreign_tokens(dataset: Any, tokenizer: str | None) -> Iterator[str]:
 
 def other_purposes(dataset: Any, sets: Mapping[str, Any]) -> Iterator[str]:
     """Warn of training data that has another purpose: files of other splits, evaluation sets, and tokens that do not count."""
-    from vescale_ray.data.document_files import TextFile
+    from vescale_ray.data.sources.document_files import TextFile
 
     trained = _sources(dataset)
     for name, source in trained.items():
@@ -142,8 +142,8 @@ def _split_of(name: str) -> str | None:
 
 def unread_keys(dataset: Any, sets: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     """Warn of keys of ``data`` that have no effect on any of the files."""
-    from vescale_ray.data.document_files import ArrowFile, JsonLinesFile, ParquetFile
-    from vescale_ray.data.token_files import FlatFile
+    from vescale_ray.data.sources.document_files import ArrowFile, JsonLinesFile, ParquetFile
+    from vescale_ray.data.sources.token_files import FlatFile
 
     data, files = config.data, [file for source in (*_sources(dataset).values(), *sets.values()) for file in _files(source)]
     if data.column != "text" and not any(isinstance(file, ArrowFile | JsonLinesFile | ParquetFile) for file in files):

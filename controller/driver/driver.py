@@ -26,7 +26,7 @@ from vescale_ray.controller.driver.local_ray import Cluster
 from vescale_ray.controller.driver.preflight import Foreseen, Preflight, check
 from vescale_ray.controller.http.final_scrape import FINAL_SCRAPE_S, patience_s
 from vescale_ray.controller.protocol import NAMESPACE, Bounds, Outcome, RunRefused, RunSpec, ScheduledAction
-from vescale_ray.controller.state.goodput import Goodput
+from vescale_ray.controller.statistics.goodput import Goodput
 from vescale_ray.controller.worker_group.clocks import AwakeClock
 from vescale_ray.errors import BadInput
 from vescale_ray.runfolder import RunFolder

@@ -111,7 +111,7 @@ def check_selective(model: Any, config: RunConfig) -> None:
 
     from vescale_ray.models.probes import without_masks
     from vescale_ray.models.unit_selection import select_units
-    from vescale_ray.workers.unit_forward import kept_results, recompute_selectively
+    from vescale_ray.workers.building.unit_forward import kept_results, recompute_selectively
 
     model.to(torch.bfloat16)  # grouped matrix products take no other dtype on the meta device
     recompute_selectively(select_units(model, config.model.units))

@@ -98,7 +98,7 @@ def foresee(config: RunConfig) -> Foreseen:
     knock(address_of(config))
     _check_port(config.metrics.host, config.metrics.port)
     _check_loggers(config)
-    from vescale_ray.data.prompts import encoded_prompts
+    from vescale_ray.data.text.prompts import encoded_prompts
 
     _check_given(config)
     warnings += tuple(_misspelled(config))
@@ -294,9 +294,9 @@ def _expected(config: RunConfig) -> tuple[dict[str, _Expected], Sequence[str]]:
     from vescale_ray.models.unit_selection import select_units
     from vescale_ray.optim import OptimizerConfig, route_parameters
     from vescale_ray.optim.build import check_options
-    from vescale_ray.workers.initial_values import check_weights_of
-    from vescale_ray.workers.model_building import apply_quantization, build_model, shared_experts
-    from vescale_ray.workers.model_factory import loss_function
+    from vescale_ray.workers.building.initial_values import check_weights_of
+    from vescale_ray.workers.building.model_building import apply_quantization, build_model, shared_experts
+    from vescale_ray.workers.building.model_factory import loss_function
 
     try:
         model = build_model(config)
@@ -326,8 +326,8 @@ def _describe_model(config: RunConfig) -> None:
     """Copy what `ckpt export-hf` needs of ``model.hf`` to the run's folder."""
     from vescale_ray.checkpoint.huggingface_layout import file_layout, persistent_buffers
     from vescale_ray.models import hf
-    from vescale_ray.workers.initial_values import buffer_values
-    from vescale_ray.workers.model_building import build_model
+    from vescale_ray.workers.building.initial_values import buffer_values
+    from vescale_ray.workers.building.model_building import build_model
 
     model = build_model(config)
     kept, values = persistent_buffers(model), buffer_values(config, model)

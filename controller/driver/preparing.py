@@ -9,8 +9,8 @@ from typing import Any
 
 from vescale_ray.config import parse_config
 from vescale_ray.controller.driver.local_ray import Cluster
-from vescale_ray.data.files import reason_of
 from vescale_ray.data.preparation import Preparation, PreparedFile, make
+from vescale_ray.data.sources.files import reason_of
 from vescale_ray.errors import BadInput
 
 STORE_MB = 200

@@ -69,7 +69,7 @@ def check_same_base(opened: Checkpoint, config: RunConfig) -> None:
 
     A damaged checkpoint passes here. The workers go on from an older one, and check that one."""
     from vescale_ray import checkpoint
-    from vescale_ray.workers.initial_values import base_of, other_base
+    from vescale_ray.workers.building.initial_values import base_of, other_base
 
     if config.model.lora is None:
         return

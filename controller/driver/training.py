@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from vescale_ray.config import Given, RunConfig, load_config, parse_config
 from vescale_ray.config.given import CORPUS, FACTORY
 from vescale_ray.controller.driver import driver, preflight
-from vescale_ray.controller.state.run_stats import evaluated_sets
+from vescale_ray.controller.statistics.run_stats import evaluated_sets
 from vescale_ray.errors import BadInput, one_line
-from vescale_ray.progress import Progress
+from vescale_ray.reporting.progress import Progress
 from vescale_ray.runfolder import RunFolder
 
 if TYPE_CHECKING:

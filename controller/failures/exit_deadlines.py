@@ -18,7 +18,7 @@ from vescale_ray.config import ElasticSection
 from vescale_ray.controller.failures.hang import FIRST_S
 from vescale_ray.controller.observations import Observations
 from vescale_ray.controller.protocol import Bounds, World
-from vescale_ray.controller.state.step_stats import StepStats
+from vescale_ray.controller.statistics.step_stats import StepStats
 from vescale_ray.workers.messages import WorkerPhase
 
 FORM_S = 15.0

@@ -18,7 +18,7 @@ from vescale_ray.workers.monitoring.pace import even
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
-    from vescale_ray.controller.state.run_stats import RunStats
+    from vescale_ray.controller.statistics.run_stats import RunStats
     from vescale_ray.workers.messages import StepRecord
 
 PAUSE_S = 60.0

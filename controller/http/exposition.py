@@ -19,7 +19,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 
 from vescale_ray.controller.failures.budget import Cause
-from vescale_ray.controller.state.goodput import Loss
 from vescale_ray.controller.state.snapshot import (
     DIRECTIONS,
     LOST,
@@ -31,6 +30,7 @@ from vescale_ray.controller.state.snapshot import (
     Histogram,
     Snapshot,
 )
+from vescale_ray.controller.statistics.goodput import Loss
 
 MOST_RANKS = 256
 """Maximum number of ranks for which a per-worker family has one series each."""

@@ -19,7 +19,7 @@ from vescale_ray.controller.failures.straggler import Stragglers
 from vescale_ray.controller.observations import Observations
 from vescale_ray.controller.protocol import Event, RunSpec, RunState, World
 from vescale_ray.controller.scaling.autoscaling import PLACE_S, Autoscaling, RunProgress
-from vescale_ray.controller.state.run_stats import RunStats
+from vescale_ray.controller.statistics.run_stats import RunStats
 from vescale_ray.workers.messages import CHECKPOINT, RESCALE, STOP, StepRecord, Ticket
 from vescale_ray.workers.resharding.shard_layouts import Layouts
 

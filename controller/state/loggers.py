@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from vescale_ray.config import RunConfig
-from vescale_ray.controller.state.run_stats import evaluated_sets
+from vescale_ray.controller.statistics.run_stats import evaluated_sets
 from vescale_ray.errors import one_line
 
 MOST_WAITING = 10_000

@@ -12,9 +12,9 @@ from typing import Any
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.failures.budget import Budget
 from vescale_ray.controller.protocol import FINAL, RunState
-from vescale_ray.controller.state.goodput import Goodput
 from vescale_ray.controller.state.run_log import RunLog
 from vescale_ray.controller.state.snapshot import Snapshot
+from vescale_ray.controller.statistics.goodput import Goodput
 from vescale_ray.version import __version__
 from vescale_ray.workers.messages import StepRecord, WorkerInfo
 from vescale_ray.workers.resharding.buddies import unprotected

@@ -8,12 +8,12 @@ from heapq import merge
 from typing import Any
 
 from vescale_ray.controller.protocol import StateSource
-from vescale_ray.controller.state.checkpoint_stats import CheckpointStats
-from vescale_ray.controller.state.goodput import Goodput
 from vescale_ray.controller.state.journal import Journal
 from vescale_ray.controller.state.loggers import Loggers
-from vescale_ray.controller.state.run_stats import Line, RunStats
-from vescale_ray.controller.state.step_stats import EACH, LEAST, SO_FAR, StepStats
+from vescale_ray.controller.statistics.checkpoint_stats import CheckpointStats
+from vescale_ray.controller.statistics.goodput import Goodput
+from vescale_ray.controller.statistics.run_stats import Line, RunStats
+from vescale_ray.controller.statistics.step_stats import EACH, LEAST, SO_FAR, StepStats
 from vescale_ray.runfolder import RunFolder, plain
 from vescale_ray.workers.messages import Origin, StepRecord
 

@@ -22,9 +22,9 @@ from tests.ranks import on_threads, run_gloo
 from vescale_ray import RaggedDTensor
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.bridges.dcp import DcpReader
+from vescale_ray.checkpoint.plain_values.scalars import encode
 from vescale_ray.checkpoint.state import optimizer_state
 from vescale_ray.checkpoint.state.saved_meta import check_saved_meta
-from vescale_ray.checkpoint.state.scalars import encode
 from vescale_ray.fsdp import fully_shard
 
 pytestmark = pytest.mark.filterwarnings("ignore::vescale_ray.dtensor.RaggedFallbackWarning")

@@ -34,7 +34,7 @@ from tests.checkpoint.checkpoint_support import bits, flip, random_bits
 from tests.checkpoint.test_checkpoint_safety import sealed
 from tests.ranks import on_processes, run_gloo
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint.state.plain import INLINE_BYTES
+from vescale_ray.checkpoint.plain_values.plain import INLINE_BYTES
 from vescale_ray.cli import main
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.checkpoint_support import flip
-from vescale_ray import report
 from vescale_ray.cli import app, main
 from vescale_ray.cli.pages import prometheus
 from vescale_ray.config import RunConfig
@@ -30,6 +29,7 @@ from vescale_ray.controller.http.metrics import MetricsServer
 from vescale_ray.controller.protocol import StateSource
 from vescale_ray.controller.state.snapshot import Snapshot
 from vescale_ray.errors import BadInput
+from vescale_ray.reporting import report
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Origin
 

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from vescale_ray.cli import main
-from vescale_ray.parquet import to_parquet
+from vescale_ray.reporting.parquet import to_parquet
 from vescale_ray.runfolder import RunFolder
 
 
@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 def test_export_makes_lines_rows_and_nested_fields_columns(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vescale_ray.parquet.ROWS", 2)
+    monkeypatch.setattr("vescale_ray.reporting.parquet.ROWS", 2)
     assert to_parquet(run, tmp_path / "m.parquet") == 5
     rows = pq.read_table(tmp_path / "m.parquet").to_pylist()
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5] and [row["loss"] for row in rows] == [3.0, 0.5, 1 / 3, 0.25, 0.2]

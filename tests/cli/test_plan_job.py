@@ -11,7 +11,7 @@ import pytest
 
 from vescale_ray.cli import main
 from vescale_ray.config import load_config
-from vescale_ray.workers.model_building import build_model
+from vescale_ray.workers.building.model_building import build_model
 
 JOB = """
 model: {dim: 64, layers: 3, heads: 4, kv_heads: 2, ffn: 128}

@@ -15,8 +15,8 @@ import pytest
 
 from vescale_ray.cli.demo import demo_config, demo_schedule, shortcomings
 from vescale_ray.config import ConfigError
-from vescale_ray.progress import Progress
-from vescale_ray.report import Accounting, Summary
+from vescale_ray.reporting.progress import Progress
+from vescale_ray.reporting.report import Accounting, Summary
 from vescale_ray.runfolder import RunFolder
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from vescale_ray import report
 from vescale_ray.config import RunConfig, parse_config
 from vescale_ray.controller.driver.driver import RunResult, run
 from vescale_ray.controller.protocol import ScheduledAction
 from vescale_ray.data.dataset_loading import load_dataset
+from vescale_ray.reporting import report
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.monitoring.process import born
 

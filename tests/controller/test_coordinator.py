@@ -22,7 +22,7 @@ from vescale_ray.controller.checkpointing.committer import Committer, SaveResult
 from vescale_ray.controller.checkpointing.coordinator import CheckpointCoordinator
 from vescale_ray.controller.policy import CommittedCheckpoint, choose_source
 from vescale_ray.controller.protocol import StateSource, World
-from vescale_ray.controller.state.checkpoint_stats import CheckpointStats
+from vescale_ray.controller.statistics.checkpoint_stats import CheckpointStats
 from vescale_ray.workers.messages import Origin, Save, SavedShard, Ticket, WorkerPhase, WorkerReport
 from vescale_ray.workers.resharding.held_state import HeldState
 

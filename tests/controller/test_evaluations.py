@@ -12,7 +12,7 @@ from tests.controller.recorded import Recorded, generation, recorded, stepped
 from vescale_ray.config import load_config
 from vescale_ray.config.sections import ConfigError
 from vescale_ray.controller.http.exposition import exposition
-from vescale_ray.event_words import describe_event
+from vescale_ray.reporting.event_words import describe_event
 from vescale_ray.workers.messages import Evaluated
 
 SETS = {"wiki": (2.0, 13, 2.5), "ids": (math.log(100), 13, None)}

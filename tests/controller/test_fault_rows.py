@@ -17,7 +17,7 @@ from vescale_ray.controller.failures.budget import Cause
 from vescale_ray.controller.policy import CommittedCheckpoint
 from vescale_ray.controller.protocol import RunState
 from vescale_ray.controller.state.durable_state import DurableState, LaunchedGeneration
-from vescale_ray.controller.state.step_stats import StepStats
+from vescale_ray.controller.statistics.step_stats import StepStats
 from vescale_ray.controller.worker_group.worker_news import Lost
 from vescale_ray.workers.messages import RESCALE, FaultKind, Give, Join, Origin, Ticket, WorkerFault, WorkerPhase
 from vescale_ray.workers.resharding.held_state import HeldState

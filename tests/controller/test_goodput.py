@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vescale_ray.controller.state.goodput import Goodput, Loss
+from vescale_ray.controller.statistics.goodput import Goodput, Loss
 
 
 def accounts(goodput: Goodput) -> dict[str, float]:

@@ -23,8 +23,8 @@ from vescale_ray.controller.failures.budget import Cause
 from vescale_ray.controller.http import metrics
 from vescale_ray.controller.http.exposition import DEVICE_MEMORY, EXTREMES, MOST_RANKS, QUANTILES, exposition, extremes, quantiles
 from vescale_ray.controller.http.metrics import MetricsServer, PortInUse, Scrapes
-from vescale_ray.controller.state.goodput import Loss
 from vescale_ray.controller.state.snapshot import STATES, Histogram, Snapshot
+from vescale_ray.controller.statistics.goodput import Loss
 from vescale_ray.errors import BadInput
 
 FULL = Snapshot(

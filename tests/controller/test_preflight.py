@@ -23,11 +23,11 @@ from vescale_ray.controller.checkpointing.coordinator import CheckpointCoordinat
 from vescale_ray.controller.driver import driver, preflight
 from vescale_ray.controller.policy import choose_source
 from vescale_ray.controller.protocol import ScheduledAction
-from vescale_ray.controller.state.checkpoint_stats import CheckpointStats
+from vescale_ray.controller.statistics.checkpoint_stats import CheckpointStats
 from vescale_ray.data.dataset_loading import load_dataset
 from vescale_ray.errors import BadInput
+from vescale_ray.workers.building.model_building import build_model
 from vescale_ray.workers.messages import Origin
-from vescale_ray.workers.model_building import build_model
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,9 @@ from vescale_ray.controller.checkpointing.committer import SaveResult
 from vescale_ray.controller.failures.hang import PERIOD
 from vescale_ray.controller.policy import CommittedCheckpoint
 from vescale_ray.controller.protocol import RunState, StateSource, World
-from vescale_ray.controller.state import run_log, step_stats
-from vescale_ray.controller.state.step_stats import StepStats
+from vescale_ray.controller.state import run_log
+from vescale_ray.controller.statistics import step_stats
+from vescale_ray.controller.statistics.step_stats import StepStats
 from vescale_ray.runfolder import RunFolder, committed
 from vescale_ray.workers.messages import Evaluated, Filled, Origin, Ticket
 

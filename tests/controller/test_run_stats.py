@@ -17,11 +17,12 @@ from vescale_ray.controller.checkpointing.committer import SaveResult
 from vescale_ray.controller.failures.straggler import Stragglers
 from vescale_ray.controller.policy import CommittedCheckpoint
 from vescale_ray.controller.protocol import FINAL, RunState, StateSource, World
-from vescale_ray.controller.state import run_log, step_stats
-from vescale_ray.controller.state.checkpoint_stats import saved_event
-from vescale_ray.controller.state.goodput import Goodput
+from vescale_ray.controller.state import run_log
 from vescale_ray.controller.state.publisher import HEARD_S
-from vescale_ray.controller.state.run_stats import RunStats
+from vescale_ray.controller.statistics import step_stats
+from vescale_ray.controller.statistics.checkpoint_stats import saved_event
+from vescale_ray.controller.statistics.goodput import Goodput
+from vescale_ray.controller.statistics.run_stats import RunStats
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Evaluated, Filled, Origin, Stepped, StepRecord, Ticket, Usage, WorkerInfo
 from vescale_ray.workers.monitoring.pace import View

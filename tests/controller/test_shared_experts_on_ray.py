@@ -13,7 +13,7 @@ from tests.controller.runs import carry_out, tiny, worst_difference
 from tests.workers.test_balance_loss import SIZES, alone
 from vescale_ray.config import RunConfig
 from vescale_ray.models.moe import build
-from vescale_ray.workers.initial_values import seed_of
+from vescale_ray.workers.building.initial_values import seed_of
 
 pytestmark = [pytest.mark.usefixtures("ray_here"), pytest.mark.timeout(500)]
 BEFORE, LOST, STEPS = 6, 12, 20

@@ -27,10 +27,10 @@ from vescale_ray.controller.driver import driver
 from vescale_ray.controller.failures.budget import Budget, Limits
 from vescale_ray.controller.policy import CommittedCheckpoint
 from vescale_ray.controller.protocol import Bounds, StateSource
-from vescale_ray.controller.state.checkpoint_stats import CheckpointStats
 from vescale_ray.controller.state.durable_state import DurableState
 from vescale_ray.controller.state.publisher import Observed
 from vescale_ray.controller.state.state_store import StateStore, read_state
+from vescale_ray.controller.statistics.checkpoint_stats import CheckpointStats
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Origin
 

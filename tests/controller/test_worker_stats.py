@@ -11,7 +11,7 @@ import pytest
 
 from tests.controller.recorded import Recorded, generation, stepped
 from vescale_ray.controller.http.exposition import families
-from vescale_ray.controller.state.worker_stats import WorkerStats
+from vescale_ray.controller.statistics.worker_stats import WorkerStats
 from vescale_ray.workers.messages import Filled, Origin, Stepped, Usage
 
 

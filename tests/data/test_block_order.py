@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vescale_ray.data.block_order import BlockOrder
+from vescale_ray.data.order.block_order import BlockOrder
 from vescale_ray.errors import BadInput
 
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=30)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from vescale_ray.data.corpus import Corpus, CorpusError, load_corpus
 from vescale_ray.data.loss_units import bits_per_byte
+from vescale_ray.data.sources.corpus import Corpus, CorpusError, load_corpus
 from vescale_ray.errors import BadInput
 
 

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 
 from tests.data.sources import VOCAB, keys, random_rows, random_texts, samples, train_tokenizer, write_ipc, write_jsonl, write_parquet
-from vescale_ray.data import document_files
 from vescale_ray.data.block_dataset import BlockDataset
 from vescale_ray.data.dataset_loading import load_dataset, load_eval_sets
+from vescale_ray.data.sources import document_files
 from vescale_ray.errors import BadInput
 
 IDS = pa.list_(pa.int32())

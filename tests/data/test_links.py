@@ -10,7 +10,7 @@ from tests.data.sources import keys, train_tokenizer, write_jsonl
 from vescale_ray.config import parse_config
 from vescale_ray.controller.driver.preflight import absolute
 from vescale_ray.data.dataset_loading import load_dataset
-from vescale_ray.data.files import find_files
+from vescale_ray.data.sources.files import find_files
 from vescale_ray.errors import BadInput
 
 

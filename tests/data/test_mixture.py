@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from tests.data.sources import VOCAB, keys, random_rows, train_tokenizer, write_jsonl, write_parquet
 from vescale_ray.config import parse_config
 from vescale_ray.data.block_dataset import BlockDataset
-from vescale_ray.data.block_order import BlockOrder
 from vescale_ray.data.dataset import Dataset
 from vescale_ray.data.dataset_loading import load_dataset
 from vescale_ray.data.mixture import Mixture, MixtureOrder
-from vescale_ray.data.shares import LONGEST, Shares
-from vescale_ray.data.stream import SampleStream
+from vescale_ray.data.order.block_order import BlockOrder
+from vescale_ray.data.order.shares import LONGEST, Shares
+from vescale_ray.data.order.stream import SampleStream
 from vescale_ray.errors import BadInput
 
 IDS = pa.list_(pa.int32())

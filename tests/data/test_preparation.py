@@ -18,8 +18,8 @@ from vescale_ray.cli import main
 from vescale_ray.controller.driver.data_warnings import foreign_tokens
 from vescale_ray.data.block_dataset import BlockDataset
 from vescale_ray.data.dataset_loading import load_dataset
-from vescale_ray.data.files import DataFile
 from vescale_ray.data.preparation import COLUMN, Preparation, begin, make, plan
+from vescale_ray.data.sources.files import DataFile
 from vescale_ray.errors import BadInput
 
 TEXTS = random_texts(np.random.default_rng(3), 400)
@@ -76,7 +76,7 @@ def test_rows_are_those_of_a_loop_over_the_documents(kind: str, count: int, toke
 def test_text_has_the_tokens_that_training_on_it_would_have(
     chunk: int, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vescale_ray.data.document_files.CHUNK", chunk)
+    monkeypatch.setattr("vescale_ray.data.sources.document_files.CHUNK", chunk)
     for name, texts in (("a", TEXTS[:100]), ("b", ["x" * 500]), ("c", TEXTS[100:200])):
         (tmp_path / f"{name}.txt").write_text("\n".join(texts))
     given = {"tokenizer": tokenizer.path, "end_token": "<|end|>", "vocab": None}

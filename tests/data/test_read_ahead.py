@@ -18,7 +18,7 @@ from tests.data.slow_files import slow_files
 from tests.data.sources import VOCAB, as_bytes, dataset, ended, random_rows, random_texts, samples, windows_of, write_ipc, write_jsonl
 from tests.data.sources import write_parquet as parquet
 from tests.moto_server import moto_server
-from vescale_ray.data.read_ahead import ReadAhead
+from vescale_ray.data.sources.read_ahead import ReadAhead
 from vescale_ray.errors import BadInput
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vescale_ray.data.stream import SampleStream
+from vescale_ray.data.order.stream import SampleStream
 from vescale_ray.errors import BadInput
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 255, 256, 257, 1000, 1021, 1024, 1025, 4096, 4097, 7919]

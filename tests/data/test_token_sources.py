@@ -26,11 +26,11 @@ from tests.data.sources import (
     write_jsonl,
     write_parquet,
 )
-from vescale_ray.data import document_files
 from vescale_ray.data.block_dataset import block_tokens
-from vescale_ray.data.corpus import text_files
 from vescale_ray.data.dataset_loading import load_dataset
-from vescale_ray.data.files import find_files
+from vescale_ray.data.sources import document_files
+from vescale_ray.data.sources.corpus import text_files
+from vescale_ray.data.sources.files import find_files
 from vescale_ray.errors import BadInput
 
 LISTS = [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint16()), pa.list_(pa.field("x", pa.uint32(), nullable=False))]

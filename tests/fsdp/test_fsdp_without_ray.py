@@ -55,9 +55,9 @@ if dist.get_rank() == 0:
     print("trained", dist.get_world_size())
     import vescale_ray
     for name in vescale_ray.__all__: getattr(vescale_ray, name)
-    import vescale_ray.planner, vescale_ray.optim, vescale_ray.checkpoint, vescale_ray.models.llama, vescale_ray.data.corpus
+    import vescale_ray.planner, vescale_ray.optim, vescale_ray.checkpoint, vescale_ray.models.llama, vescale_ray.data.sources.corpus
     import vescale_ray.controller.http.metrics, vescale_ray.deploy
-    import vescale_ray.report, vescale_ray.config, vescale_ray.cli, vescale_ray.workers.trainer
+    import vescale_ray.reporting.report, vescale_ray.config, vescale_ray.cli, vescale_ray.workers.trainer
     print("imported")
 dist.destroy_process_group()
 """

@@ -10,7 +10,7 @@ from vescale_ray.config import RunConfig
 from vescale_ray.controller.driver import preflight
 from vescale_ray.models.lora import is_adapter
 from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.model_building import build_model
+from vescale_ray.workers.building.model_building import build_model
 
 
 def write_adapter_run(config: RunConfig) -> dict[str, torch.Tensor]:

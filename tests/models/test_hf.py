@@ -24,7 +24,7 @@ from vescale_ray.controller.driver import preflight, training
 from vescale_ray.errors import BadInput
 from vescale_ray.models import hf
 from vescale_ray.models.unit_selection import select_units
-from vescale_ray.workers.model_building import build_model
+from vescale_ray.workers.building.model_building import build_model
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")

@@ -23,8 +23,8 @@ from vescale_ray.controller.driver import preflight
 from vescale_ray.models import hf, lora
 from vescale_ray.quantization import fp8
 from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.initial_values import layout_of
-from vescale_ray.workers.model_building import build_model
+from vescale_ray.workers.building.initial_values import layout_of
+from vescale_ray.workers.building.model_building import build_model
 
 transformers = pytest.importorskip("transformers")
 TOKENS = torch.arange(16)[None]

@@ -26,8 +26,8 @@ from vescale_ray.cli import main
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.driver import preflight
 from vescale_ray.errors import BadInput
-from vescale_ray.workers.initial_values import fill, load_base
-from vescale_ray.workers.model_building import build_model
+from vescale_ray.workers.building.initial_values import fill, load_base
+from vescale_ray.workers.building.model_building import build_model
 
 transformers = pytest.importorskip("transformers")
 TOKENS = torch.arange(16)[None]

@@ -25,9 +25,9 @@ from vescale_ray.errors import BadInput
 from vescale_ray.models import hf, probes
 from vescale_ray.models.unit_selection import select_units
 from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.initial_values import buffer_values, layout_of
-from vescale_ray.workers.model_building import build_model
-from vescale_ray.workers.unit_forward import UnitCompiler, set_forward
+from vescale_ray.workers.building.initial_values import buffer_values, layout_of
+from vescale_ray.workers.building.model_building import build_model
+from vescale_ray.workers.building.unit_forward import UnitCompiler, set_forward
 
 transformers = pytest.importorskip("transformers")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

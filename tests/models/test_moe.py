@@ -13,7 +13,7 @@ from torch import Tensor
 from vescale_ray.models import moe
 from vescale_ray.models.moe import Experts, MoE, MoEConfig, balance_loss, grouped_product
 from vescale_ray.optim import OptimizerConfig, route_parameters
-from vescale_ray.workers.slot_batches import positions_in
+from vescale_ray.workers.steps.slot_batches import positions_in
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 SIZES: dict[str, Any] = {"dim": 32, "heads": 4, "kv_heads": 2, "experts": 6, "top_k": 2, "ffn": 24, "head_dim": 8, "vocab": 50}

@@ -18,7 +18,7 @@ from tests.packaging.sources import MAPPED, PRODUCT, ROOT, SOURCES, module_of, n
 LAYERS: list[set[str]] = [
     {"version", "errors", "geometry", "block_grid", "compat", "gloo", "communication"},
     {"planner"},
-    {"dtensor", "dbuffer", "quantization", "emulation", "lasting", "runfolder", "event_words"},
+    {"dtensor", "dbuffer", "quantization", "emulation", "lasting", "runfolder"},
     {
         "fsdp",
         "models",
@@ -28,12 +28,10 @@ LAYERS: list[set[str]] = [
         "lr_schedule",
         "checkpoint",
         "state_dict",
-        "full_state",
-        "named_states",
-        "new_states",
+        "states",
     },
     {"optim"},
-    {"report", "parquet", "progress", "k8s"},
+    {"reporting", "k8s"},
     {"workers"},
     {"controller"},
     {"cli", "deploy"},
@@ -48,14 +46,11 @@ TORCH_FREE = {
     "config",
     "lr_schedule",
     "runfolder",
-    "event_words",
-    "report",
+    "reporting",
     "lasting",
     "deploy",
     "cli",
     "k8s",
-    "parquet",
-    "progress",
 }
 
 

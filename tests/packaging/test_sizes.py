@@ -1,12 +1,13 @@
-"""Modules and functions of the product are short enough to read at once."""
+"""Folders, modules and functions of the product are short enough to read at once."""
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 
 from tests.packaging.sources import PRODUCT, ROOT, nodes
 
-MODULE_LINES, FUNCTION_LINES = 500, 60
+MODULE_LINES, FUNCTION_LINES, FOLDER_MODULES = 500, 60, 13
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -21,6 +22,12 @@ def test_no_module_is_longer_than_500_lines() -> None:
     lengths = {path.relative_to(ROOT): len(path.read_text().splitlines()) for path in PRODUCT}
     assert len(lengths) > 300
     assert not {path: lines for path, lines in lengths.items() if lines > MODULE_LINES}
+
+
+def test_no_folder_has_more_than_13_modules() -> None:
+    counts = Counter(path.parent.relative_to(ROOT) for path in PRODUCT if path.name != "__init__.py")
+    assert len(counts) > 40
+    assert not {folder: count for folder, count in counts.items() if count > FOLDER_MODULES}
 
 
 def test_no_function_is_longer_than_60_lines() -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vescale_ray import report
 from vescale_ray.config import RunConfig, load_config
 from vescale_ray.data.dataset_loading import load_dataset
-from vescale_ray.data.stream import SampleStream
-from vescale_ray.event_words import describe_event
-from vescale_ray.report import accounting, draw, summarize, table
+from vescale_ray.data.order.stream import SampleStream
+from vescale_ray.reporting import report
+from vescale_ray.reporting.event_words import describe_event
+from vescale_ray.reporting.report import accounting, draw, summarize, table
 from vescale_ray.runfolder import RunFolder, RunFolderError
 
 BATCH = 6

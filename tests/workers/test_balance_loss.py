@@ -18,7 +18,7 @@ from tests.workers.tiny import FullState, running, text_of, tiny
 from vescale_ray.config import RunConfig
 from vescale_ray.lr_schedule import lr_at
 from vescale_ray.models.moe import build
-from vescale_ray.workers.batch_losses import BatchLosses
+from vescale_ray.workers.steps.batch_losses import BatchLosses
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 SIZES = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "experts": 4, "top_k": 2, "ffn": 12, "head_dim": 8, "router_aux_loss_coef": 0.5}

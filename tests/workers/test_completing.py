@@ -19,10 +19,10 @@ from tests.workers.test_balance_loss import SIZES
 from tests.workers.tiny import Run, forget, leave, same_bits, text_of, tiny
 from vescale_ray.config import ConfigError, RunConfig
 from vescale_ray.controller.driver import preflight
-from vescale_ray.data.prompts import encoded_prompts
+from vescale_ray.data.text.prompts import encoded_prompts
 from vescale_ray.errors import BadInput
 from vescale_ray.models.llama import Llama, LlamaConfig
-from vescale_ray.workers.completing import Completer
+from vescale_ray.workers.steps.completing import Completer
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 PROMPTS = ["shard1 ", "x", "naïve worker", "a prompt that is longer than a sample"]

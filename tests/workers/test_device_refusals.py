@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.workers.tiny import tiny
+from vescale_ray.workers.building.model_building import build_sharded
 from vescale_ray.workers.messages import FaultKind
-from vescale_ray.workers.model_building import build_sharded
 from vescale_ray.workers.worker_fault import fault_of
 
 

@@ -21,7 +21,7 @@ from vescale_ray.errors import BadInput
 from vescale_ray.lr_schedule import lr_at
 from vescale_ray.models import hf, probes
 from vescale_ray.models.llama import Llama, LlamaConfig
-from vescale_ray.workers.slot_batches import positions_in
+from vescale_ray.workers.steps.slot_batches import positions_in
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers")

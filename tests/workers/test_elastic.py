@@ -38,7 +38,7 @@ from tests.workers.tiny import (
 from vescale_ray import checkpoint
 from vescale_ray.communication.point_to_point import Messages
 from vescale_ray.config import RunConfig
-from vescale_ray.data.stream import SampleStream
+from vescale_ray.data.order.stream import SampleStream
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.network.process_groups import GroupFailed
 from vescale_ray.workers.resharding import reshard

@@ -29,8 +29,8 @@ from vescale_ray import gloo
 from vescale_ray.communication.point_to_point import Messages, is_pairwise
 from vescale_ray.fsdp import CPUOffloadPolicy, Sharding, fully_shard
 from vescale_ray.fsdp.units.schedule import unit_of
-from vescale_ray.workers import rehearsal
-from vescale_ray.workers.model_building import NextModel
+from vescale_ray.workers.building import rehearsal
+from vescale_ray.workers.building.model_building import NextModel
 from vescale_ray.workers.network import process_groups
 
 ROOT = Path(__file__).resolve().parents[2]

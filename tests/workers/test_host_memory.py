@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vescale_ray.workers.host_memory import free_memory
+from vescale_ray.workers.building.host_memory import free_memory
 
 FREE = 1 << 40
 

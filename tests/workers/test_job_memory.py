@@ -19,7 +19,7 @@ from vescale_ray.fsdp.surface.overview import held_bytes
 from vescale_ray.fsdp.units.schedule import unit_of
 from vescale_ray.planner.cost import Memory, predict_memory
 from vescale_ray.planner.hardware import HARDWARE
-from vescale_ray.workers.job_plan import choose_for_job
+from vescale_ray.workers.building.job_plan import choose_for_job
 
 JOB = """
 run: {seed: 7}

@@ -24,9 +24,9 @@ from vescale_ray.compat.core import len_torch_function_stack
 from vescale_ray.controller.driver import model_checks, preflight
 from vescale_ray.errors import BadInput
 from vescale_ray.workers import membership
-from vescale_ray.workers.initial_values import fill
-from vescale_ray.workers.model_building import Blank, build_model, build_sharded
-from vescale_ray.workers.model_factory import initial_tensors
+from vescale_ray.workers.building.initial_values import fill
+from vescale_ray.workers.building.model_building import Blank, build_model, build_sharded
+from vescale_ray.workers.building.model_factory import initial_tensors
 from vescale_ray.workers.network.process_groups import GroupFailed
 from vescale_ray.workers.network.rank_mesh import rank_meshes
 from vescale_ray.workers.worker_state import WorkerState

@@ -11,7 +11,7 @@ from torch import nn
 
 from vescale_ray.config import load_config
 from vescale_ray.fsdp import CPUOffloadPolicy, OffloadPolicy
-from vescale_ray.workers.model_building import _allocate, sharding_of
+from vescale_ray.workers.building.model_building import _allocate, sharding_of
 
 
 @pytest.mark.parametrize(

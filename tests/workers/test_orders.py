@@ -19,16 +19,18 @@ from torch import nn
 from tests.controller.runs import until
 from tests.workers.tiny import tiny, write_text
 from vescale_ray.config.rank_grid import RankGrid
-from vescale_ray.workers import membership, model_building, shard_move
+from vescale_ray.workers import membership
+from vescale_ray.workers.building import model_building
+from vescale_ray.workers.building.model_building import NextModel
 from vescale_ray.workers.membership import Membership
 from vescale_ray.workers.messages import FaultKind, Give, Happened, Join, Origin, Save, SavedShard, Seat, Ticket, WorkerPhase
-from vescale_ray.workers.model_building import NextModel
 from vescale_ray.workers.monitoring.heartbeat import Heartbeat
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.network.process_groups import GroupFailed
+from vescale_ray.workers.resharding import shard_move
 from vescale_ray.workers.resharding.held_state import Resume
+from vescale_ray.workers.resharding.shard_move import move
 from vescale_ray.workers.saving import Writer
-from vescale_ray.workers.shard_move import move
 from vescale_ray.workers.worker import Worker
 from vescale_ray.workers.worker_state import Refused, WorkerState
 
@@ -270,7 +272,7 @@ def test_worker_building_a_model_reports_forming_once_ordered(monkeypatch: pytes
         joined.append(order.ticket)
         return SimpleNamespace(run=lambda: state.settle(WorkerPhase.PARKED, None))
 
-    monkeypatch.setattr("vescale_ray.workers.model_building.Blank", build)
+    monkeypatch.setattr("vescale_ray.workers.building.model_building.Blank", build)
     monkeypatch.setattr("vescale_ray.workers.membership.Membership", member)
     has = resources(next_model=NextModel(None))  # type: ignore[arg-type]
     worker = started(monkeypatch, has)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from tests.workers.tiny import tiny
 from vescale_ray.config import RunConfig
-from vescale_ray.workers.model_building import NextModel
-from vescale_ray.workers.rehearsal import rehearse
+from vescale_ray.workers.building.model_building import NextModel
+from vescale_ray.workers.building.rehearsal import rehearse
 
 
 def warm_up(config: RunConfig) -> None:

@@ -16,7 +16,7 @@ from tests.workers.fleet import Fleet
 from tests.workers.test_shared_experts import EXPERTS
 from tests.workers.tiny import FullState, Run, forget, keep_on_leaving, same_bits, text_of, tiny
 from vescale_ray.config import RunConfig
-from vescale_ray.data.stream import SampleStream
+from vescale_ray.data.order.stream import SampleStream
 
 STEPS = 9
 MOST = 5

@@ -21,8 +21,8 @@ from vescale_ray import checkpoint, gloo
 from vescale_ray.config import RunConfig
 from vescale_ray.config.rank_grid import RankGrid
 from vescale_ray.models.moe import build
-from vescale_ray.workers.compile_ahead import compile_units
-from vescale_ray.workers.model_building import Blank
+from vescale_ray.workers.building.compile_ahead import compile_units
+from vescale_ray.workers.building.model_building import Blank
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.resharding.shards import export_shards
 from vescale_ray.workers.saving import write_checkpoint_shard

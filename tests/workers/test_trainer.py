@@ -18,11 +18,11 @@ from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import FullState, Run, evaluate, forget, plain_run, running, same_bits, text_of, tiny, write_text
 from vescale_ray import checkpoint
 from vescale_ray.config.rank_grid import RankGrid
-from vescale_ray.data.stream import SampleStream
+from vescale_ray.data.order.stream import SampleStream
 from vescale_ray.fsdp.units.schedule import unit_of
 from vescale_ray.models.unit_selection import select_units
+from vescale_ray.workers.building.model_building import Blank, build_model, build_sharded
 from vescale_ray.workers.messages import StepRecord
-from vescale_ray.workers.model_building import Blank, build_model, build_sharded
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.network.rank_mesh import rank_meshes
 from vescale_ray.workers.resharding import copy_exchange

@@ -18,12 +18,12 @@ from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import DropoutModel, Run, text_of, tiny, write_text
 from vescale_ray import gloo
 from vescale_ray.config import RunConfig
-from vescale_ray.workers.compile_ahead import calls_of, compile_units
+from vescale_ray.workers.building.compile_ahead import calls_of, compile_units
+from vescale_ray.workers.building.model_building import Blank, NextModel, build_model
+from vescale_ray.workers.building.unit_forward import UnitCompiler
 from vescale_ray.workers.messages import StepRecord
-from vescale_ray.workers.model_building import Blank, NextModel, build_model
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.trainer import Trainer
-from vescale_ray.workers.unit_forward import UnitCompiler
 
 CPU = torch.device("cpu")
 BODY = {"model_units": ["body"], "data_eval_samples": 4}

@@ -30,7 +30,7 @@ from vescale_ray.errors import BadInput, one_line
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
     from vescale_ray.controller.protocol import ScheduledAction
-    from vescale_ray.report import Summary
+    from vescale_ray.reporting.report import Summary
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,8 +156,8 @@ def demo(overrides: tuple[str, ...]) -> int:
 
 def _train(config: RunConfig, schedule: Sequence[ScheduledAction] = ()) -> tuple[int, Summary | None]:
     """Run to the end with progress shown, draw the picture and print the table; return the summary if the run is done."""
-    from vescale_ray import report
     from vescale_ray.controller.driver import training
+    from vescale_ray.reporting import report
     from vescale_ray.runfolder import RunFolder
 
     folder = RunFolder(config.run_folder)
@@ -221,8 +221,8 @@ def status(run_folder: str | None, as_json: bool) -> int:
         if merged.get("error"):
             click.echo(f"error: {one_line(merged['error'])}")
         return OK
-    from vescale_ray.event_words import loss_words
-    from vescale_ray.report import goodput_line
+    from vescale_ray.reporting.event_words import loss_words
+    from vescale_ray.reporting.report import goodput_line
 
     where = f"{merged.get('state')}, step {merged.get('step')} of {merged.get('steps')}"
     click.echo(f"{merged.get('run')}: {where}, loss {loss_words(merged)}")

@@ -12,7 +12,7 @@ from importlib.resources import as_file, files
 from typing import TYPE_CHECKING
 
 from vescale_ray.config import ConfigError, RunConfig, load_config
-from vescale_ray.report import Summary
+from vescale_ray.reporting.report import Summary
 from vescale_ray.runfolder import Record
 
 if TYPE_CHECKING:

@@ -60,7 +60,7 @@ def export(run_folder: str | None, out: str | None) -> int:
 
     Without RUN_FOLDER: the newest run under ./runs.
     """
-    from vescale_ray.parquet import to_parquet
+    from vescale_ray.reporting.parquet import to_parquet
 
     folder = folder_of(run_folder)
     path = Path(out or folder.path / "metrics.parquet").absolute()

@@ -102,7 +102,7 @@ def init(
 
 def _warn_of_missing(corpora: tuple[str, ...]) -> None:
     """Warn of data that this machine lacks. The workers may have it."""
-    from vescale_ray.data.files import find_files
+    from vescale_ray.data.sources.files import find_files
 
     for corpus in corpora:
         if "://" in corpus:
@@ -116,7 +116,7 @@ def _warn_of_missing(corpora: tuple[str, ...]) -> None:
 def _check_experts(count: int, hf: str | None, workers: int) -> None:
     """Raise BadInput if ``count`` of ``workers`` workers can't share the experts of the model in folder ``hf``."""
     from vescale_ray.models.hf import build, open_folder
-    from vescale_ray.workers.model_building import check_shared_experts
+    from vescale_ray.workers.building.model_building import check_shared_experts
 
     key = f"--expert-parallel {count}"
     if hf is None:
@@ -198,7 +198,7 @@ def _with_memory(text: str, config: RunConfig, hardware: str) -> str:
         BadInput: the step does not fit the GPUs.
     """
     from vescale_ray.planner.hardware import HARDWARE
-    from vescale_ray.workers.job_plan import choose_for_job
+    from vescale_ray.workers.building.job_plan import choose_for_job
 
     gpus = config.elastic.workers
     choice = choose_for_job(config, gpus, HARDWARE[hardware])

@@ -97,7 +97,7 @@ def plan(
 def _of_job(file: str, overrides: tuple[str, ...], devices: int | None, hardware: str, memory: str | None) -> Choice:
     from vescale_ray.config import load_config
     from vescale_ray.planner.request import machine_of
-    from vescale_ray.workers.job_plan import choose_for_job
+    from vescale_ray.workers.building.job_plan import choose_for_job
 
     config = load_config(file, overrides)
     return choose_for_job(config, config.elastic.workers if devices is None else devices, machine_of(hardware, memory))

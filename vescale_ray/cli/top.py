@@ -16,8 +16,8 @@ from rich.text import Text
 
 from vescale_ray.cli import client
 from vescale_ray.errors import BadInput, one_line
-from vescale_ray.event_words import describe_event, loss_words
-from vescale_ray.report import goodput_line
+from vescale_ray.reporting.event_words import describe_event, loss_words
+from vescale_ray.reporting.report import goodput_line
 from vescale_ray.runfolder import Record, RunFolder, RunFolderError
 
 EVENTS = 8

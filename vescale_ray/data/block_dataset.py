@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vescale_ray.data.block_order import BlockOrder
-from vescale_ray.data.chat import IGNORED
-from vescale_ray.data.encoders import Tokens
-from vescale_ray.data.read_ahead import ReadAhead
-from vescale_ray.data.token_files import TokenFile
+from vescale_ray.data.order.block_order import BlockOrder
+from vescale_ray.data.sources.read_ahead import ReadAhead
+from vescale_ray.data.sources.token_files import TokenFile
+from vescale_ray.data.text.chat import IGNORED
+from vescale_ray.data.text.encoders import Tokens
 from vescale_ray.errors import BadInput
 
 BLOCK_TOKENS = 1 << 20

@@ -1,6 +1,6 @@
 """The interface of a data set: samples by id, the order of a seed, and what identifies the data.
 
-Three classes implement it: :class:`vescale_ray.data.corpus.Corpus` holds bytes of text in memory,
+Three classes implement it: :class:`vescale_ray.data.sources.corpus.Corpus` holds bytes of text in memory,
 :class:`vescale_ray.data.block_dataset.BlockDataset` reads blocks of tokens from files, and :class:`vescale_ray.data.mixture.Mixture` mixes
 such sources.
 """
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 import torch
 
-from vescale_ray.data.stream import Ids
+from vescale_ray.data.order.stream import Ids
 
 
 class SampleOrder(Protocol):
@@ -49,7 +49,7 @@ class Dataset(Protocol):
 
     @property
     def masked(self) -> bool:
-        """True if some targets may be :data:`vescale_ray.data.chat.IGNORED`; the same in every process."""
+        """True if some targets may be :data:`vescale_ray.data.text.chat.IGNORED`; the same in every process."""
         ...
 
     @property

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 
 from vescale_ray.config.data_section import DataSection
-from vescale_ray.data.chat import IGNORED
 from vescale_ray.data.dataset import Dataset
-from vescale_ray.data.stream import Ids, SampleStream
+from vescale_ray.data.order.stream import Ids, SampleStream
+from vescale_ray.data.text.chat import IGNORED
 from vescale_ray.errors import BadInput
 
 PROBES = 64

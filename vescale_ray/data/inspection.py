@@ -8,8 +8,8 @@ from typing import Any
 
 from vescale_ray.config.data_section import DataSection
 from vescale_ray.data.dataset import Dataset, SampleOrder
-from vescale_ray.data.encoders import load_tokenizer
 from vescale_ray.data.mixture import Mixture
+from vescale_ray.data.text.encoders import load_tokenizer
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 
 from vescale_ray.data.dataset import Dataset, SampleOrder
-from vescale_ray.data.shares import Shares
-from vescale_ray.data.stream import Ids, check_positions, part_key
+from vescale_ray.data.order.shares import Shares
+from vescale_ray.data.order.stream import Ids, check_positions, part_key
 from vescale_ray.errors import BadInput
 
 Batch = tuple[torch.Tensor, torch.Tensor]

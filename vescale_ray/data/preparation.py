@@ -28,9 +28,9 @@ from fsspec.implementations.local import LocalFileSystem
 from vescale_ray.config.data_section import DataSection
 from vescale_ray.data.block_dataset import BLOCK_TOKENS
 from vescale_ray.data.dataset_loading import Encoders, in_threads, kind_of
-from vescale_ray.data.document_files import CHUNK, PREPARED, DocumentFile, JsonLinesFile, ParquetFile, TextFile, guarded
-from vescale_ray.data.encoders import BadDocument, Encoder, TokenizerEncoder
-from vescale_ray.data.files import DataFile, find_files, reason_of
+from vescale_ray.data.sources.document_files import CHUNK, PREPARED, DocumentFile, JsonLinesFile, ParquetFile, TextFile, guarded
+from vescale_ray.data.sources.files import DataFile, find_files, reason_of
+from vescale_ray.data.text.encoders import BadDocument, Encoder, TokenizerEncoder
 from vescale_ray.errors import BadInput
 
 COLUMN = "input_ids"

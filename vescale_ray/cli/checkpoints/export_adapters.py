@@ -34,7 +34,7 @@ def check_base(opened: Checkpoint, trained: str | None, given: str | None) -> Hf
     """
     from vescale_ray import checkpoint
     from vescale_ray.models.hf import open_folder
-    from vescale_ray.workers.initial_values import base_of
+    from vescale_ray.workers.building.initial_values import base_of
 
     key, path = ("model.hf", str(trained)) if given is None else ("--model", given)
     remedy = "name the folder of the base with --model, or export the adapter alone"

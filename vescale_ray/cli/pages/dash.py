@@ -14,7 +14,7 @@ from typing import Any
 from vescale_ray.cli.pages import prometheus
 from vescale_ray.cli.pages.run_page import COLUMNS, Chart, Mark, Page, Points, Series, few
 from vescale_ray.errors import BadInput, one_line
-from vescale_ray.event_words import describe_event
+from vescale_ray.reporting.event_words import describe_event
 from vescale_ray.runfolder import Record, RunFolder, RunFolderError
 
 WAITING = "Waiting for other ranks, % of a step"

@@ -1,0 +1,1 @@
+"""The order of samples, computed from a position: permutations, shuffles of blocks, shares of a mixture."""

@@ -1,0 +1,1 @@
+"""Text as token ids: encoders of documents, conversations under a chat template, and single prompts."""
