@@ -44,7 +44,7 @@ LANES := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 # mypy uses one core for a minute or two in a fresh clone, so it runs beside the tests.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory -j 2 lint fast-tests
+	@$(MAKE) --no-print-directory -j 2 lint fast-tests || { echo "make test failed; errors of lint are above those of the tests"; exit 1; }
 
 fast-tests: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow" $(LANES)

@@ -181,9 +181,9 @@ def controller_work(found: list[dict[str, Any]], rounds: int) -> list[dict[str, 
     from vescale_ray.controller.failures.budget import Budget, Limits
     from vescale_ray.controller.http.exposition import exposition
     from vescale_ray.controller.protocol import StateSource, World
+    from vescale_ray.controller.state.generation_log import GenerationLog
     from vescale_ray.controller.state.publisher import Observed, Publisher
     from vescale_ray.controller.state.run_log import RunLog
-    from vescale_ray.controller.statistics.generation_log import GenerationLog
     from vescale_ray.runfolder import RunFolder
     from vescale_ray.workers.messages import Origin, Stepped, Ticket, Usage
 

@@ -10,8 +10,7 @@ The parts, from the bottom up:
     format/   a rank's object, and the manifest
     commits   makes commits and finds them
     upkeep/   retention, pins, reading back, deletion, the way back to an older checkpoint
-    state/    a training script's state as named tensors and values
-    plain_values/  values that are no tensors, as JSON and bytes
+    state/, plain_values/    a training script's state as named tensors, and its other values as JSON and bytes
     reading/  planned and verified reads, the load of a state, the comparison of two checkpoints
     api, saving/   the calls that save a state, at once or asynchronously
     bridges/, huggingface*  other programs' formats

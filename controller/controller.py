@@ -35,9 +35,9 @@ from vescale_ray.controller.protocol import NAMESPACE, Bounds, Outcome, RequestR
 from vescale_ray.controller.state.durable_state import DurableState
 from vescale_ray.controller.state.loggers import Loggers
 from vescale_ray.controller.state.publisher import Observed, Publisher
+from vescale_ray.controller.state.run_lifecycle import begin, evaluated_before, outcome_of, take_up
 from vescale_ray.controller.state.run_log import RunLog
 from vescale_ray.controller.state.state_store import StateStore, StateWriter, read_state
-from vescale_ray.controller.statistics.run_lifecycle import begin, evaluated_before, outcome_of, take_up
 from vescale_ray.controller.worker_group.worker_group import WorkerGroup
 from vescale_ray.controller.worker_group.worker_news import SupervisorLost
 from vescale_ray.runfolder import RunFolder

@@ -29,11 +29,11 @@ from vescale_ray.controller.protocol import Event, RunSpec, World, check_transit
 from vescale_ray.controller.scaling.nodes import Nodes
 from vescale_ray.controller.scaling.scaling import Scaling
 from vescale_ray.controller.state.durable_state import LaunchedGeneration
+from vescale_ray.controller.state.generation_log import GenerationLog
 from vescale_ray.controller.state.publisher import Observed, Publisher
+from vescale_ray.controller.state.run_lifecycle import budget_of, enter
 from vescale_ray.controller.state.run_log import RunLog
 from vescale_ray.controller.state.state_store import StateWriter
-from vescale_ray.controller.statistics.generation_log import GenerationLog
-from vescale_ray.controller.statistics.run_lifecycle import budget_of, enter
 from vescale_ray.controller.transitions.launch import orders_of
 from vescale_ray.controller.worker_group.ray_answers import Reaching
 from vescale_ray.controller.worker_group.worker_group import WorkerGroup

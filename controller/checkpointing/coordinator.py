@@ -21,10 +21,10 @@ from vescale_ray.controller.bounded_io import BoundedIO
 from vescale_ray.controller.checkpointing.cadence import Cadence
 from vescale_ray.controller.checkpointing.committer import Committer, SaveResult, newest_kept
 from vescale_ray.controller.checkpointing.parked import Held, held, held_step, writes
+from vescale_ray.controller.state.generation_log import GenerationLog
 from vescale_ray.controller.state.run_log import RunLog
 from vescale_ray.controller.state.state_store import StateWriter
 from vescale_ray.controller.statistics.checkpoint_stats import saved_event
-from vescale_ray.controller.statistics.generation_log import GenerationLog
 from vescale_ray.controller.worker_group.worker_group import WorkerGroup
 from vescale_ray.workers.messages import Save
 from vescale_ray.workers.resharding.held_state import Resume, choose_resume

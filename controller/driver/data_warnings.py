@@ -74,8 +74,8 @@ def cut(dataset: Any, seq_len: int) -> Iterator[str]:
         rows = told["documents"] - told["rows_without_answer"] if source.masked else 0
         if rows and told["tokens"] > 2 * rows * seq_len:
             yield (
-                f"{name}: a row has {told['tokens'] // rows:,} tokens on average, more than two samples of data.seq_len = {seq_len}, so "
-                "most answers are learned without their prompts; raise data.seq_len"
+                f"{name}: a row has {told['tokens'] // rows:,} tokens on average, more than two samples of data.seq_len = {seq_len}, "
+                "so many answers are learned without the beginning of their conversation; raise data.seq_len"
             )
 
 

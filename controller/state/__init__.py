@@ -1,1 +1,1 @@
-"""State of a run: what a restarted controller needs, events and the statistics reduced from them, and the snapshot for other threads."""
+"""State of a run: what a restarted controller needs, the writers of events and figures, and the snapshot for other threads."""

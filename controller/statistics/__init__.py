@@ -1,1 +1,1 @@
-"""Statistics of a run, each reduced from the lines of events.jsonl and metrics.jsonl as they come."""
+"""Statistics of a run, reduced from its events and steps, and those that the workers report of themselves."""

@@ -25,7 +25,7 @@ from vescale_ray.config.peers import ABSENT, OURS
         ("train.LR=1", "train.lr"),
         ("train.loss=1", "model.loss"),
         ("optimizer.lr=1", "train.lr"),
-        ("lora.rank=1", "model.lora"),
+        ("lora.rank=1", "model.lora.rank"),
     ],
 )
 def test_mistyped_key_gets_the_nearest_right_one(typo: str, right: str, tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from vescale_ray.controller.checkpointing.coordinator import Unanswered
 from vescale_ray.controller.failures.budget import Budget, Limits
 from vescale_ray.controller.protocol import RunState, StateSource, World
 from vescale_ray.controller.state.durable_state import DurableState, LaunchedGeneration
+from vescale_ray.controller.state.generation_log import GenerationLog
 from vescale_ray.controller.state.loggers import Loggers
 from vescale_ray.controller.state.publisher import Observed, Publisher
+from vescale_ray.controller.state.run_lifecycle import begin, enter, evaluated_before, take_up
 from vescale_ray.controller.state.run_log import RunLog
 from vescale_ray.controller.state.snapshot import Snapshot
 from vescale_ray.controller.statistics.checkpoint_stats import saved_event
-from vescale_ray.controller.statistics.generation_log import GenerationLog
-from vescale_ray.controller.statistics.run_lifecycle import begin, enter, evaluated_before, take_up
 from vescale_ray.controller.statistics.run_stats import RunStats
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Origin, Stepped, StepRecord, Ticket

@@ -24,7 +24,7 @@ from vescale_ray.controller.protocol import Bounds, Ending, RunState, StateSourc
 from vescale_ray.controller.scaling.autoscaling import PLACE_S
 from vescale_ray.controller.scaling.scaling import PLANNED_S
 from vescale_ray.controller.state.durable_state import DurableState, LaunchedGeneration
-from vescale_ray.controller.statistics.run_lifecycle import budget_of
+from vescale_ray.controller.state.run_lifecycle import budget_of
 from vescale_ray.controller.transitions.generation import GIVER_S
 from vescale_ray.controller.transitions.launch import evaluation_due
 from vescale_ray.controller.worker_group.worker_news import Lost, Told

@@ -140,7 +140,7 @@ def test_hire_of_a_controller_killed_meanwhile_is_ended(supervisor: Any, store: 
     assert set(within(1.0, lambda: supervisor.roster(2))) == {first}
     store.open.set()
     waiting.join(5)
-    assert "controller 1 is gone" in str(raised[0]) and set(supervisor.roster(2)) == {first}
+    assert "controller 1 was replaced" in str(raised[0]) and set(supervisor.roster(2)) == {first}
     until(lambda: store.places == [f"run:{first}"] and len(store.killed) == 1, 5, "that it is ended")
     assert supervisor.hire((), 2)[0] in supervisor.roster(2)
 

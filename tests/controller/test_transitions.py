@@ -24,7 +24,7 @@ from vescale_ray.controller.protocol import FINAL, TRANSITIONS, Ending, Event, O
 from vescale_ray.controller.scaling.autoscaling import PLACE_S
 from vescale_ray.controller.scaling.capacity import Free
 from vescale_ray.controller.state import snapshot
-from vescale_ray.controller.statistics.run_lifecycle import outcome_of
+from vescale_ray.controller.state.run_lifecycle import outcome_of
 from vescale_ray.controller.worker_group.worker_news import Lost, News, SupervisorLost
 from vescale_ray.workers.messages import RESCALE, STOP, FaultKind, Origin, WorkerFault, WorkerPhase
 

@@ -42,7 +42,7 @@ def test_rows_without_an_answer_are_told_with_their_roles(tmp_path: Path) -> Non
         "data.corpus: 2 of 32 rows are left out, since they have no answer of the role assistant, but messages of gpt",
     )
     (_, said) = warned(path, format="chat", tokenizer=tokenizer)
-    assert re.match(r"data.corpus: a row has \d\d tokens on average, more than two samples of data.seq_len = 8, so most answers are", said)
+    assert re.match(r"data.corpus: a row has \d\d tokens on average, more than two samples of data.seq_len = 8, so many", said)
     path.write_text(rows("gpt", 3) + rows("human", 3))
     with pytest.raises(BadInput, match="no row has an answer to learn, but messages of gpt, human; give rows with a completion"):
         warned(path, format="chat", tokenizer=tokenizer)

@@ -117,7 +117,7 @@ def test_load_on_one_rank_only_is_named(rank, world):
 @on_processes(2)
 def test_failed_wait_names_its_collective_and_debug_mode(rank, world):
     """Without debug mode, ranks that stray wait for each other until the group's timeout."""
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group(timeout=timedelta(seconds=3))
     model = seeded(Forking)
     for unit in (*model.layers, model):
         fully_shard(unit, mesh=DeviceMesh.from_group(group, "cpu"))

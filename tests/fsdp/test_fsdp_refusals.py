@@ -289,7 +289,7 @@ CALLS: dict[str, Case] = {
     "a layer twice in a list": Case(
         lambda m: fully_shard([*m.layers, m.layers[1]]), ValueError, ("only be applied to a module once", "Linear twice, at 1 and 2")
     ),
-    "a ModuleList": Case(lambda m: fully_shard(m.layers), ValueError, ("as ModuleList", "each module that is in it"), each_layer),
+    "a ModuleList": Case(lambda m: fully_shard(m.layers), ValueError, ("such as ModuleList", "each module in it"), each_layer),
     "torch's on it": Case(
         fully_shard, ValueError, ("'head.weight'", "by torch's fully_shard"), lambda m: fully_shard(fill(Net())), lambda: torch_head(Net())
     ),

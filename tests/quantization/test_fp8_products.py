@@ -100,9 +100,10 @@ def test_inf_and_nan_make_the_results_of_their_block_nan(bad: float) -> None:
     torch.testing.assert_close(out[[0, 2]], torch.full((2, 2), 300.0))
 
 
-def test_no_tokens_give_an_empty_result_and_zero_gradients() -> None:
+def test_no_tokens_give_an_empty_result_and_zero_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(8, 4)
     compute_in_fp8(layer, lambda name, p: Fp8Block())
+    monkeypatch.setattr("vescale_ray.quantization.products.multiply", None)  # no device multiplies empty operands
     x = torch.zeros(0, 8, requires_grad=True)
     layer(x).sum().backward()
     assert x.grad is not None and x.grad.shape == (0, 8)
@@ -302,7 +303,7 @@ def test_torch_takes_mx_operands(monkeypatch: pytest.MonkeyPatch) -> None:
                 torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="cuda") if isinstance(one, torch.Tensor) else one
                 for one in given
             ]
-            out = scaled_mm(*there, output_dtype=output_dtype)  # type: ignore[arg-type]
+            out = scaled_mm(*there, output_dtype=output_dtype)  # type: ignore[arg-type,misc]
         return torch.empty(out.shape, dtype=out.dtype)
 
     monkeypatch.setattr(F, "scaled_mm", faked)

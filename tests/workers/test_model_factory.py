@@ -183,6 +183,20 @@ def reads_a_value() -> Net:
     return net
 
 
+def loads_a_table() -> Net:
+    CALLS.append("loads_a_table")
+    net = Net()
+    net.norm.weight.data = torch.from_numpy(np.ones(16, np.float32))
+    return net
+
+
+def shows_a_value() -> Net:
+    CALLS.append("shows_a_value")
+    net = Net()
+    assert f"{net.norm.weight.mean():.1f}" == "1.0"
+    return net
+
+
 def no_such_file() -> Net:
     CALLS.append("no_such_file")
     raise FileNotFoundError("weights.pt")
@@ -249,7 +263,8 @@ def test_a_factory_makes_heartbeats() -> None:
 
 def test_a_model_built_in_a_generation_makes_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "Trainer", lambda *about, **rest: SimpleNamespace(blank=about[6]))
-    has = resources(config=tiny("stdlib", model_factory=f"{__name__}:rotated"))
+    none: Any = SimpleNamespace(take=lambda: None)
+    has = resources(config=tiny("stdlib", model_factory=f"{__name__}:rotated"), next_model=none)
     trainer: Any = membership.Membership(join(4), has, WorkerState("w7"))._build(None)  # type: ignore[arg-type]
     assert set(trainer.blank.buffers) == {"norm.angles", "norm.table"} and has.heartbeat.beats > 20
 
@@ -306,7 +321,10 @@ def test_a_factory_that_does_not_fit_is_refused(name: str, words: str) -> None:
     assert not any(parameter.is_meta for parameter in ONE.parameters())
 
 
-@pytest.mark.parametrize(("name", "calls"), [("reads_a_value", 2), ("no_such_file", 1), ("loses_the_meta_error", 2), ("no_module", 1)])
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [("reads_a_value", 2), ("loads_a_table", 2), ("shows_a_value", 2), ("no_such_file", 1), ("loses_the_meta_error", 2), ("no_module", 1)],
+)
 def test_only_the_meta_device_makes_a_second_call(name: str, calls: int) -> None:
     CALLS.clear()
     with contextlib.suppress(ValueError):

@@ -54,7 +54,7 @@ def resources(**given: Any) -> Any:
         "snapshots": nothing,
         "writer": SimpleNamespace(abandon=lambda: None, writing=False),
         "heartbeat": Heartbeat(),
-        "next_model": SimpleNamespace(prepare=lambda: None, take=lambda: None),
+        "next_model": SimpleNamespace(prepare=lambda: None, take=object),
         "profiler": SimpleNamespace(finish=lambda wait_s: None),
     }
     return SimpleNamespace(**{"eval_sets": {}, **made, **given})

@@ -15,7 +15,7 @@ _NAMES = {
     "model.ffn": "intermediate_size ffn_hidden_size",
     "model.loss": "label_smoothing label_smoothing_factor z_loss",
     "model.lora": "adapter peft peft_config lora_config",
-    "model.lora.rank": "lora_r lora_rank r",
+    "model.lora.rank": "lora_r lora_rank lora.rank r",
     "model.lora.alpha": "lora_alpha",
     "model.lora.dropout": "lora_dropout",
     "model.lora.targets": "lora_target_modules lora_target_linear target_modules",
@@ -64,7 +64,8 @@ _NAMES = {
     "train.offload": "cpu_offload fsdp_offload_params offload_params enable_cpu_offload",
     "train.activation_checkpointing": "activation_checkpoint.mode ac_mode gradient_checkpointing recompute recompute_granularity",
     "train.compile": "compile.enable torch_compile",
-    "train.eval_every": "eval_freq eval_interval eval_steps eval_strategy evaluation_strategy val_check_interval validation.freq",
+    "train.eval_every": "eval.every eval_freq eval_interval eval_steps eval_strategy evaluation_strategy val_check_interval "
+    "validation.freq",
     "train.early_stop": "early_stopping early_stopping_patience",
     "train.early_stop.min_delta": "early_stopping_threshold early_stop.threshold",
     "train.profile": "enable_profiling profile_freq profiler profiling",
@@ -73,7 +74,7 @@ _NAMES = {
     "elastic.workers": "nproc_per_node num_gpus num_processes num_workers num_nodes nnodes world_size n_gpus elastic.gpus devices",
     "ray.gpus_per_worker": "ray.gpus ray.num_gpus",
     "checkpoint.dir": "checkpoint.folder checkpoint_dir ckpt_dir save_dir",
-    "checkpoint.every": "checkpoint.interval ckpt_every save_every save_freq save_interval save_steps save_strategy",
+    "checkpoint.every": "checkpoint.interval checkpoint.steps ckpt_every save_every save_freq save_interval save_steps save_strategy",
     "checkpoint.keep_last": "checkpoint.keep keep_latest_k keep_last_n save_total_limit max_checkpoints",
     "checkpoint.keep_best": "load_best_model_at_end save_best",
     "checkpoint.keep_metric": "metric_for_best_model monitor",
@@ -96,8 +97,8 @@ _ABSENT = {
     "the base of adapters is not quantized; leave it out": "load_in_4bit load_in_8bit quantization_bit bnb_4bit_compute_dtype",
     "code in a model's folder is not run; build such a model in a model.factory": "trust_remote_code",
     "transformers chooses the kernel of attention; leave it out": "attn_implementation flash_attention flash_attn use_flash_attention_2",
-    "background threads read the data; leave it out": "data.num_workers dataloader_num_workers dataset_num_proc num_proc streaming "
-    "preprocessing_num_workers pin_memory dataloader_pin_memory prefetch_factor",
+    "background threads read the data; leave it out": "data.num_workers dataloader.num_workers dataloader_num_workers "
+    "dataset_num_proc num_proc streaming preprocessing_num_workers pin_memory dataloader_pin_memory prefetch_factor",
 }
 
 OURS = {name: ours for ours, names in _NAMES.items() for name in names.split()}

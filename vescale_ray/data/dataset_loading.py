@@ -14,12 +14,12 @@ from vescale_ray.data.block_dataset import BlockDataset, block_tokens
 from vescale_ray.data.dataset import Dataset
 from vescale_ray.data.given_dataset import dataset_of
 from vescale_ray.data.mixture import Mixture, check_unit
+from vescale_ray.data.sources.chat_files import ChatLinesFile, ChatParquetFile
 from vescale_ray.data.sources.corpus import VOCAB, load_corpus, text_files
 from vescale_ray.data.sources.document_files import ArrowFile, JsonLinesFile, ParquetFile, TextFile
 from vescale_ray.data.sources.files import DataFile, find_files, is_glob
 from vescale_ray.data.sources.token_files import TokenFile, open_bin, open_npy
 from vescale_ray.data.text.chat import ChatEncoder, ChatTemplate
-from vescale_ray.data.text.chat_files import ChatLinesFile, ChatParquetFile
 from vescale_ray.data.text.encoders import (
     ByteEncoder,
     Encoder,

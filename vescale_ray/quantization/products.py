@@ -40,7 +40,7 @@ def multiply(a: Operand | GpuOperand, b: Operand | GpuOperand, dtype: torch.dtyp
     """Return ``a @ b.T`` in ``dtype``: ``[m, k]`` and ``[n, k]`` give ``[m, n]``."""
     if isinstance(a, Operand) and isinstance(b, Operand) and a.codes.device.type != "cuda":
         return _emulated(a, b, dtype)
-    if torch.cuda.get_device_capability(a.codes.device) >= _BLACKWELL:
+    if torch.cuda.get_device_properties(a.codes.device).major >= _BLACKWELL[0]:  # a constant in compiled graphs
         return multiply_mx(a, b, dtype)
     left, right = (for_gpu(one) if isinstance(one, Operand) else one for one in (a, b))
     return _on_hopper(left, right, dtype)
@@ -136,6 +136,8 @@ class _Fp8Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, form: Fp8Block) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.form = form
+        if not len(x):
+            return x.new_zeros(0, weight.shape[0])
         (rows,), (tiles,) = operands(x, form, rows=True), operands(weight, form, tiles=True, rows=True)
         return multiply(rows, tiles, x.dtype)
 
@@ -145,6 +147,8 @@ class _Fp8Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         form, dx, dw = ctx.form, None, None
         of_x, of_weight, _ = ctx.needs_input_grad
+        if not len(x):
+            return torch.zeros_like(x), torch.zeros_like(weight), None
         found = operands(dy, form, rows=of_x, columns=of_weight)
         if of_x:
             (tiles,) = operands(weight, form, tiles=True, columns=True)

@@ -1,1 +1,1 @@
-"""States of optimizers by the names of their parameters: sharded or whole, known or not yet made."""
+"""Helpers of state dicts: whole tensors as sharded ones, states by the names of their parameters, and states that are not yet made."""

@@ -1,1 +1,1 @@
-"""The model that a worker trains: built, filled with initial values, compiled, and rehearsed."""
+"""The model that a worker trains: planned, built, filled with initial values, and compiled; and the rehearsal of a small one."""

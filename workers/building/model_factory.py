@@ -45,8 +45,8 @@ def model_on_meta(config: RunConfig) -> nn.Module:
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint")  # the CPU call copies
             model = _call(config)
     except ValueError as error:
-        if not _is_of_meta(error.__cause__):
-            raise
+        if error.__cause__ is None or isinstance(error.__cause__, OSError | ImportError):
+            raise  # the CPU would not help
         with torch.device("cpu"):
             model = _call(config)
     else:
@@ -72,13 +72,6 @@ def model_on_meta(config: RunConfig) -> nn.Module:
                         moved[tensor] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
                     tensors[name] = moved[tensor]
     return model
-
-
-def _is_of_meta(error: BaseException | None) -> bool:
-    """Return whether a factory may have failed because its tensors are on the meta device. Such errors of torch name the device."""
-    if error is None:
-        return False
-    return isinstance(error, NotImplementedError) or "meta" in str(error).lower() or _is_of_meta(error.__cause__ or error.__context__)
 
 
 def _plain_tensor(module: nn.Module) -> str | None:

@@ -1,1 +1,1 @@
-"""Parts of a training step: batches of slots, losses, the exchange of results, completions of prompts."""
+"""Parts of a training step: batches of slots, losses, gradient clipping, the exchange of results, completions of prompts."""

@@ -129,12 +129,13 @@ def open_bin(file: DataFile, dtype: str, step: int, vocab: int) -> FlatFile:
     itemsize = np.dtype(dtype).itemsize
     if file.size % itemsize:
         raise BadInput(f"{file.url}: {file.size} bytes are not a multiple of {itemsize}, the size of data.dtype = {dtype}; it is truncated")
-    words = np.frombuffer(file.read(0, min(_HEADER, file.size // 8 * 8)), "<u4")
+    head = file.read(0, min(_HEADER, file.size // 8 * 8))
+    words = np.frombuffer(head, "<u4")
     if len(words) >= 64 and not words[1::2].any() and np.count_nonzero(words[::2]) > len(words) // 4:
         raise BadInput(f"{file.url}: every second word of 4 bytes is 0, as if its tokens were int64; write them as {dtype}")
     if dtype == "uint16":
-        head = np.frombuffer(file.read(0, min(_HEADER, file.size // 4 * 4)), "<u2")
-        if len(head) >= 128 and head[1::2].max() < _HALVES <= head[::2].max():
+        halves = np.frombuffer(head, "<u2")
+        if len(halves) >= 128 and halves[1::2].max() < _HALVES <= halves[::2].max():
             raise BadInput(f"{file.url}: every second token is below {_HALVES}, as if they were uint32; set data.dtype to uint32")
     return FlatFile(file, np.dtype(dtype).newbyteorder("<"), 0, file.size // itemsize, step, vocab)
 

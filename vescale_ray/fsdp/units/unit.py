@@ -420,6 +420,7 @@ class Unit:
         self.reduced = self._owes = False
         for group in self.groups:
             group.discard()
+            group.grads.holds = not self.options.reduces  # ranks may have reduced different units
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {len(self.groups)} groups, {self.phase.value})"

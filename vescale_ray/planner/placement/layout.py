@@ -62,7 +62,7 @@ class TensorSpec:
 
     @property
     def matrix_numel(self) -> tuple[int, int]:
-        """Number of elements from the start of one matrix of a stack in the buffer to the start of the next."""
+        """Number of elements of one matrix of a stack, and of the distance between the starts of two in the buffer."""
         return self.shape[-2] * self.shape[-1], self.stored_shape[-2] * self.shape[-1]
 
     def unstored(self, position: int) -> int:

@@ -10,9 +10,9 @@ from vescale_ray.config import RunConfig
 from vescale_ray.controller.failures.budget import Budget, Cause, Limits
 from vescale_ray.controller.protocol import FINAL, Outcome, RunState, StateSource
 from vescale_ray.controller.state.durable_state import DurableState
+from vescale_ray.controller.state.generation_log import GenerationLog
 from vescale_ray.controller.state.publisher import Observed, Publisher
 from vescale_ray.controller.state.run_log import RunLog
-from vescale_ray.controller.statistics.generation_log import GenerationLog
 from vescale_ray.controller.statistics.run_stats import evaluated_sets
 from vescale_ray.controller.worker_group.worker_news import SupervisorLost
 from vescale_ray.errors import one_line
