@@ -1,1 +1,1 @@
-"""What people read of a run: its report, the progress bar, Parquet tables, and the words for events."""
+"""Views of a run for people: its report, the progress bar, Parquet tables, and the words for events."""
