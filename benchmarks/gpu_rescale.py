@@ -148,7 +148,7 @@ def _fail_in_a_step(state: State) -> None:
     state["snapshots"].copied()
     del trainer
     state.pop("trainer").close()
-    state["snapshots"].let_go()
+    state["snapshots"].abandon()
     process_groups.dissolve()
     state["snapshots"].verify()
 

@@ -31,7 +31,7 @@ from .format.shard import Vote, new_attempt, write_shard
 from .format.strict_json import check_meta
 from .plain_values.plain import KIND, Packed, data_name, pack
 from .plain_values.rng import capture_rng
-from .saving.accord import Accord, Word
+from .saving.accord import Accord, RankStatus
 from .saving.bounded import Quiet, Watch, bounded
 from .saving.handle import SaveHandle
 from .saving.voting import Attempt, conclude
@@ -103,7 +103,7 @@ def save(
             torch.cuda.current_stream(device).synchronize()  # another thread makes the copies, on another stream
     except BaseException as error:
         with suppress(SaveFailed):
-            accord.tell(key, word_of(error))
+            accord.tell(key, status_of(error))
         raise
     began = time.perf_counter()
     made: list[Commit] = []
@@ -111,7 +111,10 @@ def save(
     def work(watch: Watch) -> None:
         if device is not None:
             torch.cuda.set_device(device)
-        verdict = accord.agree(key, prepared.word, lambda: (new_attempt(), next_epoch(newest_order(store), epoch, step)), timeout_s, watch)
+        def name() -> tuple[str, int]:
+            return new_attempt(), next_epoch(newest_order(store), epoch, step)
+
+        verdict = accord.agree(key, prepared.status, name, timeout_s, watch)
         if verdict.fate == "unfit":
             raise ValueError(verdict.text)
         if verdict.fate != "go":
@@ -186,7 +189,7 @@ class Prepared:
     copies: str = ""
 
     @property
-    def word(self) -> Word:
+    def status(self) -> RankStatus:
         """The message to the other ranks. Only rank 0's optimizers are stored, so they must name the same parameters as every other
         rank's."""
         named = {key: [sorted(group["params"]) for group in saved["groups"]] for key, saved in self.document["optimizers"].items()}
@@ -200,7 +203,7 @@ class Prepared:
                 ("scalar states", [saved["scalars"], saved.get("shared")]),
             )
         }
-        return Word(alike=alike, plain=self.plain, numbers=numbers, copies=order + self.copies, names=self.copied)
+        return RankStatus(alike=alike, plain=self.plain, numbers=numbers, copies=order + self.copies, names=self.copied)
 
 
 def prepare(
@@ -303,11 +306,11 @@ def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
-def word_of(error: BaseException) -> Word:
+def status_of(error: BaseException) -> RankStatus:
     """Return the message to the other ranks if this rank could not flatten its state: the problem, or that it was interrupted."""
     if isinstance(error, Exception):
-        return Word(problem=str(error) or type(error).__name__)
-    return Word(left=f"interrupted by {type(error).__name__}")
+        return RankStatus(problem=str(error) or type(error).__name__)
+    return RankStatus(left=f"interrupted by {type(error).__name__}")
 
 
 def from_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:

@@ -35,7 +35,7 @@ class Hire(LoopAction):
 
 
 @dataclass(frozen=True)
-class Wish(LoopAction):
+class RequestPlaces(LoopAction):
     """Keep ``count`` places for workers that are not hired yet, on none of the nodes to ``avoid``; None takes all places back."""
 
     count: int | None
@@ -65,7 +65,7 @@ class End(LoopAction):
 
 
 @dataclass(frozen=True)
-class Shun(LoopAction):
+class ExcludeNode(LoopAction):
     """Start no worker on this node for a while."""
 
     node: str

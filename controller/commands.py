@@ -48,7 +48,7 @@ class Commands:
     def __init__(self, spec: RunSpec, config: RunConfig, worker_group: WorkerGroup, log: RunLog, durable: StateWriter) -> None:
         self._spec, self._config, self._worker_group, self._log, self._durable = spec, config, worker_group, log, durable
         self._commands: queue.Queue[_Command] = queue.Queue()
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
         self._judged = len(log.evaluated_before)
         """Evaluations that have been judged for ``train.early_stop``."""
         self._over_at: int | None = None
@@ -68,7 +68,7 @@ class Commands:
             RequestRefused: the command can't be carried out, takes long, or was not begun within ``wait_s`` and never will be.
         """
         given = _Command(action, body)
-        with self._door:
+        with self._lock:
             if self._over_at is not None:
                 return _too_late(action, self._over_at)
             self._commands.put(given)
@@ -82,7 +82,7 @@ class Commands:
         except TimeoutError:
             raise RequestRefused(f"the controller is still busy with {action}; `vescale-ray status` shows its result") from None
 
-    def heed(self) -> None:
+    def carry_out(self) -> None:
         """Carry out the commands that have arrived, the scheduled actions that are due, and an early stop."""
         self._answer_all(lambda given: self._do(given.action, given.body))
         self._act()
@@ -90,7 +90,7 @@ class Commands:
 
     def close(self) -> None:
         """Close the queue, because the control loop has ended. Pending and later commands get an answer at once."""
-        with self._door:
+        with self._lock:
             self._over_at = at = self._log.stats.step
         self._answer_all(lambda given: _too_late(given.action, at))
 

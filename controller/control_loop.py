@@ -138,14 +138,14 @@ class ControlLoop:
                     to.scaling.forget_hires()
                 case Heard(report):
                     to.detector.hangs.heard(report, time.monotonic())
-                    self._hear(report)
+                    self._note_report(report)
                 case Told(Outlined(outline)):
                     to.layouts.take(outline)
                 case Lost():
                     self._lose(one)
         to.perform([to.detector.silent(to.worker_group)])
         to.collect()
-        to.commands.heed()
+        to.commands.carry_out()
         if isinstance(self.state, states.Adopting) or (isinstance(self.state, states.Running) and to.generation.all_filled):
             to.plan_ahead(self.state.world)
         to.publisher.publish(to.figures())
@@ -160,7 +160,7 @@ class ControlLoop:
         joined = loss.worker in to.durable.state.leavers or (world is not None and loss.worker in world.members)
         to.scaling.lost(loss.worker, reason, warm=info is not None, joined=joined)
 
-    def _hear(self, report: WorkerReport) -> None:
+    def _note_report(self, report: WorkerReport) -> None:
         to, generation = self._executor, self._executor.generation
         generation.workers.heard(report.worker, time.time(), report.memory)
         for _, item in report.items:
@@ -176,7 +176,7 @@ class ControlLoop:
                 case Evaluated():
                     generation.evaluated(item)
                 case SavedShard():
-                    to.committer.heed(item)
+                    to.committer.take(item)
                 case Damaged():
                     to.coordinator.damaged(item.attempt)
                     about = {"attempt": item.attempt, "step": item.step, "worker": report.worker, "problem": item.problem}

@@ -136,7 +136,7 @@ class Controller:
             begin(self._log, config, state, spec.driver_pid)
             self._known.set()
         what = (supervisor, config, store, state, again)
-        self._thread = threading.Thread(target=self._conduct, args=what, name="vescale-control-loop", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, args=what, name="vescale-control-loop", daemon=True)
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
@@ -192,7 +192,7 @@ class Controller:
             _log.warning("%s", self._told)
         return (self._told,)
 
-    def _conduct(self, supervisor: Any, config: RunConfig, store: StateStore, state: DurableState, again: bool) -> None:
+    def _run_loop(self, supervisor: Any, config: RunConfig, store: StateStore, state: DurableState, again: bool) -> None:
         """Run the control loop, in the run's thread.
 
         Another thread looks up the newest checkpoint, because that imports torch, which takes seconds. Meanwhile a restarted controller

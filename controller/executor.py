@@ -207,10 +207,10 @@ class Executor:
         match action:
             case actions.Hire(avoid):
                 workers.hire(avoid)
-            case actions.Wish(None):
-                workers.unwish()
-            case actions.Wish(int() as count, avoid):
-                workers.wish(count, avoid)
+            case actions.RequestPlaces(None):
+                workers.cancel_requests()
+            case actions.RequestPlaces(int() as count, avoid):
+                workers.request_places(count, avoid)
             case actions.Dismiss(worker, tell):
                 info = workers.info(worker)
                 workers.dismiss(worker)
@@ -254,9 +254,9 @@ class Executor:
                 if failed:
                     self.evidence.failed(world, ending, self.log)
                 if damaged is not None:
-                    self.coordinator.distrust(damaged)
-            case actions.Shun(node):
-                self.nodes.shun(node)
+                    self.coordinator.mark_damaged(damaged)
+            case actions.ExcludeNode(node):
+                self.nodes.exclude(node)
             case _:
                 raise AssertionError(f"no such action: {action}")
 

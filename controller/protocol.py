@@ -126,11 +126,11 @@ class Places:
     """State of the run's placement groups.
 
     Attributes:
-        wishes: the node of each group without a worker; None if the group waits for a place.
+        requests: the node of each group without a worker; None if the group waits for a place.
         unplaced: workers that wait for a place.
     """
 
-    wishes: tuple[str | None, ...] = ()
+    requests: tuple[str | None, ...] = ()
     unplaced: frozenset[str] = frozenset()
 
 

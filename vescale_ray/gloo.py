@@ -139,13 +139,13 @@ def _rest_at_exit() -> None:
 
 def _rest() -> None:
     end, before = time.monotonic() + _REST_S, None
-    while (seen := _sleepers()) != {} and (seen is None or seen != before) and time.monotonic() < end:
+    while (seen := _sleeping_threads()) != {} and (seen is None or seen != before) and time.monotonic() < end:
         before = seen
         # Gives the lock to a worker that waits for it. All that wait are awake within a switch interval.
         time.sleep(2 * sys.getswitchinterval())
 
 
-def _sleepers() -> dict[str, str] | None:
+def _sleeping_threads() -> dict[str, str] | None:
     """Return the kernel's CPU statistics of each gloo worker thread, or None if one of the threads is not asleep.
 
     A thread that has run meanwhile has other statistics.

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.communication.collectives import in_parameter_order
-from vescale_ray.states.full_state import FullState, FullTensor
-from vescale_ray.states.named_states import OF_THE_MODEL, by_name, load_by_name, with_names_of
-from vescale_ray.states.new_states import adopt, is_new, undisturbed, unstepped
+from vescale_ray.state_loading.full_state import FullState, FullTensor
+from vescale_ray.state_loading.named_states import OF_THE_MODEL, by_name, load_by_name, with_names_of
+from vescale_ray.state_loading.new_states import adopt, is_new, undisturbed, unstepped
 
 __all__ = [
     "StateDictOptions",

@@ -27,7 +27,7 @@ ranks. Between two generations the process keeps its imports, its data set and i
         snapshots.park(trainer)                                  # planned stop: the live shards count as held (no copy)
     except GroupFailed as failure: ...                           # keep only str(failure)
     finally:
-        trainer.close(); del trainer; snapshots.let_go()
+        trainer.close(); del trainer; snapshots.abandon()
         process_groups.dissolve()                                        # closes the sockets, which ends the others' collectives
     snapshots.verify()                                           # after a failure: drops damaged copies
     held = snapshots.held()                                      # list[HeldState]: report it

@@ -109,10 +109,10 @@ class Membership:
         except BaseException as error:
             found = process_groups.trace_of(error)
             fault = fault_of(error)
-        with self._heartbeat.without_hurry():
+        with self._heartbeat.long_work():
             snapshots.copied()
-        snapshots.let_go()
-        state.let_go_connections()
+        snapshots.abandon()
+        state.abandon_connections()
         closing, self._closing = self._closing, None
         if closing is not None:
             closing.give_up()
@@ -122,7 +122,7 @@ class Membership:
             assert found is not None
             fault = replace(fault, trace=process_groups.tell(found))
             writer.abandon()
-            with self._heartbeat.without_hurry():  # the copies may be tens of gigabytes, and are all that is left of lost ranks
+            with self._heartbeat.long_work():  # the copies may be tens of gigabytes, and are all that is left of lost ranks
                 snapshots.verify()
         state.settle(phase, fault)
 
@@ -203,7 +203,7 @@ class Membership:
 
     def settle_copies(self) -> None:
         """Wait for the last copy, here and at the buddy. This rank's own copy may take longer than a step; a buddy may not."""
-        with self._heartbeat.without_hurry():
+        with self._heartbeat.long_work():
             self._snapshots.copied()
         self._snapshots.settle()
 
@@ -306,7 +306,7 @@ class Membership:
             self._outline(trainer)  # a joiner reports its outline only now; earlier the other ranks would have waited for it
             # After the last step, and at a stop, the copies stay: the last checkpoint is made from them.
             rescale = bool(record.flags & RESCALE) and not record.flags & STOP and record.step < config.train.steps
-            with self._heartbeat.without_hurry():
+            with self._heartbeat.long_work():
                 before = time.perf_counter()
                 self._snapshots.after_step(trainer, rescale=rescale)
                 between = {"peer_copy": time.perf_counter() - before, **self.between_steps(trainer, record)}

@@ -374,7 +374,7 @@ class WorkerReport:
         beats: heartbeats of the training thread so far; several per step.
         starved_s: seconds so far in which the thread was runnable but had no processor.
         where: the training thread's innermost frames. ``waiting``: whether it waits for other ranks in a collective (``heartbeat.where``).
-        unhurried: whether it compiles, or does other work that may take longer than any step.
+        in_long_work: whether it compiles, or does other work that may take longer than any step.
         writing: whether it is also writing its part of a checkpoint.
     """
 
@@ -389,7 +389,7 @@ class WorkerReport:
     beats: int = 0
     where: str = ""
     waiting: bool = False
-    unhurried: bool = False
+    in_long_work: bool = False
     starved_s: float = 0.0
     writing: bool = False
 

@@ -29,7 +29,7 @@ from vescale_ray.errors import one_line
 from vescale_ray.workers.messages import Give, Join, Order, Outlined, Ticket, WorkerInfo, WorkerPhase, WorkerReport
 from vescale_ray.workers.monitoring.heartbeat import IN, RECORDER, Heartbeat, offer_stacks, stacks
 from vescale_ray.workers.monitoring.process import born
-from vescale_ray.workers.network.reachability import Door, choose_interface, group_address, unreached
+from vescale_ray.workers.network.reachability import ProbePort, choose_interface, group_address, unreached
 from vescale_ray.workers.standby import VISIBLE, Standby, hide_devices
 from vescale_ray.workers.worker_state import WorkerState
 
@@ -96,7 +96,7 @@ class Worker:
             beats=heartbeat.beats,
             where=at.text,
             waiting=at.waiting,
-            unhurried=heartbeat.unhurried or at.compiling,
+            in_long_work=heartbeat.in_long_work or at.compiling,
             starved_s=heartbeat.starved_s(),
             writing=self._resources.writer.writing,
         )
@@ -232,7 +232,7 @@ class Worker:
             pod=socket.gethostname(),
             stacks=offer_stacks(),
             thread=threading.get_native_id(),
-            address=Door(group_address(host)).address,
+            address=ProbePort(group_address(host)).address,
             devices=os.environ.get(VISIBLE, "") if config.ray.gpus_per_worker > 0 else "",
         )
         profiler = StepProfiler(config, device, heartbeat, self._state.publish)

@@ -241,11 +241,11 @@ class WorkerState:
             if self.is_fenced(ticket):
                 connections.cut()
 
-    def let_go_connections(self) -> None:
+    def abandon_connections(self) -> None:
         """Forget the groups' communicators: the caller is about to dissolve the groups, which ends them."""
         with self._change:
             for connections in self._connections:
-                connections.let_go()
+                connections.abandon()
 
     def _forget(self, seen: int) -> None:
         """Drop acknowledged items except the newest vote, which a controller that restarts before its commit needs again."""

@@ -1,11 +1,11 @@
 """Agreement of the ranks on a save, through the process group's key-value store rather than a collective.
 
     every rank                                rank 0
-    <save>/r1 = ready | busy | its problem --> waits for every word, up to the time limit
+    <save>/r1 = ready | busy | its problem --> waits for every status, up to the time limit
                                                go: the attempt's name and epoch; or the reason against it
                                            <-- <save>/verdict
 
-Each word has a few bytes. The writers' threads poll for it. So the exchange cannot collide with a collective of the training, and no
+Each status has a few bytes. The writers' threads poll for it. So the exchange cannot collide with a collective of the training, and no
 watchdog can abort it. A rank that never comes costs one save, not the job. Nothing is written before the verdict, so a save that one rank
 must skip leaves nothing behind on the others.
 
@@ -41,7 +41,7 @@ _warned: set[str] = set()
 
 
 @dataclass(frozen=True)
-class Word:
+class RankStatus:
     """One rank's message about a save.
 
     Attributes:
@@ -97,7 +97,7 @@ class Accord:
         self._store: dist.Store | None = None
         self._group: dist.ProcessGroup | None = None
         self._over: list[tuple[str, bool]] = []
-        """Saves whose verdict is in the store, and whether every rank's word on them was deleted."""
+        """Saves whose verdict is in the store, and whether every rank's status on them was deleted."""
         if world > 1:
             # The store with which the group was made.
             self._group = here = group or dist.group.WORLD
@@ -130,18 +130,23 @@ class Accord:
         with _answering(str(step)):
             return f"{step}.{self._shared.add(_counter(step, self.rank), 1)}"
 
-    def tell(self, key: str, word: Word) -> None:
+    def tell(self, key: str, status: RankStatus) -> None:
         """Report why this rank takes no part, without waiting for the other ranks. On rank 0 the report becomes the verdict."""
         if self._store is None:
             return
         with _answering(key):
             if self.rank == 0:
-                self._publish(key, self._judge([word]))
+                self._publish(key, self._judge([status]))
             else:
-                self._store.set(f"{key}/r{self.rank}", word.to_json())
+                self._store.set(f"{key}/r{self.rank}", status.to_json())
 
     def agree(
-        self, key: str, word: Word, name: Callable[[], tuple[str, int]], timeout_s: float, cancelled: Callable[[], bool] = lambda: False
+        self,
+        key: str,
+        own: RankStatus,
+        name: Callable[[], tuple[str, int]],
+        timeout_s: float,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> Verdict:
         """Agree on one verdict with the other ranks. A rank that leaves early, for any reason, tells the others.
 
@@ -153,15 +158,15 @@ class Accord:
             SaveFailed: rank 0 or the store did not answer. SaveAborted: the save was cancelled during the wait.
         """
         if self._store is None:
-            return self._named([word], name)
+            return self._named([own], name)
         with _answering(key):
             try:
-                return self._heard(key, word, timeout_s, cancelled) if self.rank else self._ruled(key, word, name, timeout_s, cancelled)
+                return self._follow(key, own, timeout_s, cancelled) if self.rank else self._decide(key, own, name, timeout_s, cancelled)
             except RuntimeError:  # from the store itself
                 raise
             except BaseException as error:
                 with suppress(SaveFailed):
-                    self.tell(key, Word(left=_why_left(error)))
+                    self.tell(key, RankStatus(left=_why_left(error)))
                 raise
 
     def forget(self, now: str = "") -> None:
@@ -182,46 +187,48 @@ class Accord:
                     if rank and not taken:
                         self._store.delete_key(f"{key}/r{rank}")
 
-    def _heard(self, key: str, word: Word, timeout_s: float, cancelled: Callable[[], bool]) -> Verdict:
-        """Do the part of :meth:`agree` on a rank other than 0: send this rank's word, and wait for the verdict."""
+    def _follow(self, key: str, own: RankStatus, timeout_s: float, cancelled: Callable[[], bool]) -> Verdict:
+        """Do the part of :meth:`agree` on a rank other than 0: send this rank's status, and wait for the verdict."""
         assert self._store is not None
-        self._store.set(f"{key}/r{self.rank}", word.to_json())
+        self._store.set(f"{key}/r{self.rank}", own.to_json())
         raw = self._await(f"{key}/verdict", 2 * timeout_s, cancelled)
         if raw is None:
             raise SaveFailed(f"step {_step(key)}: rank 0 did not begin this save within {2 * timeout_s:g} s; nothing was written")
         return Verdict(**json.loads(raw))
 
-    def _ruled(self, key: str, word: Word, name: Callable[[], tuple[str, int]], timeout_s: float, cancelled: Callable[[], bool]) -> Verdict:
-        """Do rank 0's part of :meth:`agree`: collect the words, and publish the verdict."""
-        if word.problem is not None or word.busy:
-            verdict, taken = self._judge([word]), False
+    def _decide(
+        self, key: str, own: RankStatus, name: Callable[[], tuple[str, int]], timeout_s: float, cancelled: Callable[[], bool]
+    ) -> Verdict:
+        """Do rank 0's part of :meth:`agree`: collect the statuses, and publish the verdict."""
+        if own.problem is not None or own.busy:
+            verdict, taken = self._judge([own]), False
         else:
-            verdict, taken = self._collect(key, word, name, timeout_s, cancelled)
+            verdict, taken = self._collect(key, own, name, timeout_s, cancelled)
         self._publish(key, verdict, taken=taken)
         return verdict
 
     def _collect(
-        self, key: str, own: Word, name: Callable[[], tuple[str, int]], timeout_s: float, cancelled: Callable[[], bool]
+        self, key: str, own: RankStatus, name: Callable[[], tuple[str, int]], timeout_s: float, cancelled: Callable[[], bool]
     ) -> tuple[Verdict, bool]:
-        """Return the verdict, and whether every rank sent its word."""
+        """Return the verdict, and whether every rank sent its status."""
         assert self._store is not None
         deadline = time.monotonic() + timeout_s
-        words, absent = [own], []
+        statuses, absent = [own], []
         for rank in range(1, self.world):
             raw = self._await(f"{key}/r{rank}", max(0.0, deadline - time.monotonic()), cancelled)
             if raw is None:
                 absent.append(rank)
                 continue
-            words.append(Word(**json.loads(raw)))
+            statuses.append(RankStatus(**json.loads(raw)))
             self._store.delete_key(f"{key}/r{rank}")
         if absent:
             text = f"ranks {absent} of {self.world} did not come to this save within {timeout_s:g} s"
             return Verdict("failed", text=f"{text} (every rank saves the same step into the same root)"), False
-        self.forget(key)  # all ranks have read the earlier verdicts, since one thread of each rank sends its words in order
-        return self._named(words, name), True
+        self.forget(key)  # all ranks have read the earlier verdicts, since one thread of each rank sends its statuses in order
+        return self._named(statuses, name), True
 
-    def _named(self, words: Sequence[Word], name: Callable[[], tuple[str, int]]) -> Verdict:
-        verdict = self._judge(words)
+    def _named(self, statuses: Sequence[RankStatus], name: Callable[[], tuple[str, int]]) -> Verdict:
+        verdict = self._judge(statuses)
         if verdict.fate != "go":
             return verdict
         try:
@@ -231,21 +238,21 @@ class Accord:
             return Verdict("failed", text=f"the newest checkpoint could not be looked up: {reason}")
         return Verdict("go", attempt, epoch)
 
-    def _judge(self, words: Sequence[Word]) -> Verdict:
-        for rank, word in enumerate(words):
-            said = word.problem if word.left is None else word.left
+    def _judge(self, statuses: Sequence[RankStatus]) -> Verdict:
+        for rank, status in enumerate(statuses):
+            said = status.problem if status.left is None else status.left
             if said is not None:
-                return Verdict("unfit" if word.left is None else "failed", text=f"rank {rank}: {said}" if self.world > 1 else said)
-        late = [rank for rank, word in enumerate(words) if word.busy]
+                return Verdict("unfit" if status.left is None else "failed", text=f"rank {rank}: {said}" if self.world > 1 else said)
+        late = [rank for rank, status in enumerate(statuses) if status.busy]
         if late:
             return Verdict("busy", text=f"ranks {late} are still writing earlier checkpoints")
-        for rank, word in enumerate(words):
-            if own := sorted(set(word.plain) - set(words[0].plain)):
+        for rank, status in enumerate(statuses):
+            if own := sorted(set(status.plain) - set(statuses[0].plain)):
                 text = f"rank {rank} has entries {own} that rank 0 lacks, but only rank 0's are stored for all; give them on rank 0 too"
                 return Verdict("unfit", text=f"{text}, or give a rank's own values as aux")
-        other = next((rank for rank, word in enumerate(words) if word.alike != words[0].alike), None)
+        other = next((rank for rank, status in enumerate(statuses) if status.alike != statuses[0].alike), None)
         if other is None:
-            _warn_of_others(words)
+            _warn_of_others(statuses)
             return Verdict("go")
         return Verdict(
             "unfit",
@@ -271,11 +278,11 @@ class Accord:
         return self._store.get(key)
 
 
-def _warn_of_others(words: Sequence[Word]) -> None:
+def _warn_of_others(statuses: Sequence[RankStatus]) -> None:
     """Warn of values that differ between ranks. This is no reason to fail: running statistics may differ, and one rank's may be the ones to
     store."""
-    own = words[0]
-    values = {key: rank for rank, word in enumerate(words) for key in word.plain if word.plain[key] != own.plain.get(key)}
+    own = statuses[0]
+    values = {key: rank for rank, status in enumerate(statuses) for key in status.plain if status.plain[key] != own.plain.get(key)}
     for key, rank in values.items():
         if f"plain {key}" not in _warned:
             _warned.add(f"plain {key}")
@@ -286,7 +293,7 @@ def _warn_of_others(words: Sequence[Word]) -> None:
                 rank,
                 key,
             )
-    numbers = {what: rank for rank, word in enumerate(words) for what in word.numbers if word.numbers[what] != own.numbers.get(what)}
+    numbers = {what: rank for rank, other in enumerate(statuses) for what in other.numbers if other.numbers[what] != own.numbers.get(what)}
     for what, rank in numbers.items():
         if f"numbers {what}" not in _warned:
             _warned.add(f"numbers {what}")
@@ -297,10 +304,10 @@ def _warn_of_others(words: Sequence[Word]) -> None:
                 rank,
             )
     unlike: dict[str, int] = {}
-    for rank, word in enumerate(words):
-        if word.copies != own.copies and word.copies[:8] == own.copies[:8]:
+    for rank, status in enumerate(statuses):
+        if status.copies != own.copies and status.copies[:8] == own.copies[:8]:
             for position, name in enumerate(own.names, 1):
-                if word.copies[8 * position :][:8] != own.copies[8 * position :][:8]:
+                if status.copies[8 * position :][:8] != own.copies[8 * position :][:8]:
                     unlike.setdefault(name, rank)
     if unlike.keys() - _warned:
         _warned.update(unlike)

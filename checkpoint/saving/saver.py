@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ..api import prepare, ranks_of, word_of
+from ..api import prepare, ranks_of, status_of
 from ..arguments import of_type, order, seconds
 from ..errors import SaveFailed
 from ..faults import fault_point
@@ -33,7 +33,7 @@ from ..state.flat_state import State
 from ..stores.opening import store_of
 from ..stores.store import ObjectStore, Root
 from ..upkeep.retention import Retention
-from .accord import Accord, Word
+from .accord import Accord, RankStatus
 from .handle import SaveHandle
 from .writer import SaveJob, SaveWriter
 
@@ -145,21 +145,21 @@ class Saver:
             self._writer.wait_for_room(self._most, self.timeout_s)
         bound_s = 3 * self.timeout_s + EXIT_S
         handle = SaveHandle(step, bound_s)
-        job = SaveJob(step, epoch, self._accord, self._accord.key(step), Word(), handle, self.timeout_s)
+        job = SaveJob(step, epoch, self._accord, self._accord.key(step), RankStatus(), handle, self.timeout_s)
         try:
             job.step, job.epoch = order(step, epoch)
             handle.step = job.step
             job.prepared = prepare(state, job.step, world, rank, meta, metrics, aux)
-            job.word = job.prepared.word
+            job.status = job.prepared.status
             layout = self._layouts.of(job.prepared.pieces)
         except BaseException as error:
-            job.prepared, job.word = None, word_of(error)
+            job.prepared, job.status = None, status_of(error)
             self._writer.put(job)
             raise
         if self._writer.busy(self._most):
             text = f"the checkpoint of step {step} is skipped: ranks [{rank}] are still writing earlier checkpoints"
             _log.warning("%s; save less often, or use a faster store", text)
-            job.prepared, job.word = None, Word(busy=True)
+            job.prepared, job.status = None, RankStatus(busy=True)
             handle.skip(text)
             self._writer.put(job)
         else:
@@ -250,9 +250,9 @@ class Saver:
             elif slab.pinned or writer.in_flight:
                 handle.begin_copy()  # starts a GPU copy; the writer's thread, busy with another save, would start it too late
         except Exception as error:  # out of memory: the other ranks must hear of it rather than wait
-            job.word = Word(problem=f"the state could not be copied: {error}")
+            job.status = RankStatus(problem=f"the state could not be copied: {error}")
         except BaseException as error:
-            job.word = word_of(error)
+            job.status = status_of(error)
             writer.put(job)
             raise
         job.began = time.perf_counter()

@@ -18,7 +18,7 @@ from ..format.shard import Vote, new_attempt, write_staged
 from ..format.staging import Slab, SlabPool
 from ..stores.store import ObjectStore
 from ..upkeep.retention import Retention
-from .accord import Accord, Word
+from .accord import Accord, RankStatus
 from .bounded import DAEMONS
 from .handle import SaveHandle
 from .voting import Attempt, conclude
@@ -31,13 +31,13 @@ ABORT_S = 5.0
 
 @dataclasses.dataclass(eq=False)
 class SaveJob:
-    """A save as its writer sees it. Without ``prepared``, this rank takes no part, and ``word`` says why."""
+    """A save as its writer sees it. Without ``prepared``, this rank takes no part, and ``status`` says why."""
 
     step: int
     epoch: int | None
     accord: Accord
     key: str
-    word: Word
+    status: RankStatus
     handle: SaveHandle
     timeout_s: float
     prepared: Prepared | None = None
@@ -202,22 +202,22 @@ class SaveWriter:
             return id(job.handle) in self._aborted
 
         if job.prepared is None:
-            job.accord.tell(job.key, job.word)
+            job.accord.tell(job.key, job.status)
             return None
         try:
             if cancelled():
-                job.accord.tell(job.key, Word(left="given up before it began"))
+                job.accord.tell(job.key, RankStatus(left="given up before it began"))
                 raise SaveAborted(f"step {job.step}: this save was given up before it began; earlier checkpoints are untouched")
-            if job.word.problem is None and job.word.left is None:
+            if job.status.problem is None and job.status.left is None:
                 try:
                     job.handle.wait_staged()
                 except Exception as error:
-                    job.word = Word(problem=f"the state could not be copied: {error}")
-            trouble = job.word.problem or job.word.left
+                    job.status = RankStatus(problem=f"the state could not be copied: {error}")
+            trouble = job.status.problem or job.status.left
             if trouble is not None:
-                job.accord.tell(job.key, job.word)
+                job.accord.tell(job.key, job.status)
                 raise SaveFailed(f"step {job.step}: {trouble}; earlier checkpoints are untouched")
-            verdict = job.accord.agree(job.key, job.word, lambda: self._name(job), job.timeout_s, cancelled)
+            verdict = job.accord.agree(job.key, job.status, lambda: self._name(job), job.timeout_s, cancelled)
             if verdict.fate == "busy":
                 if job.accord.rank == 0:
                     _log.warning("the checkpoint of step %d is skipped: %s", job.step, verdict.text)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale_ray.states.new_states import canonical
+from vescale_ray.state_loading.new_states import canonical
 
 from ..errors import CheckpointMismatch, first_few
 from ..plain_values.plain_entries import plain_value

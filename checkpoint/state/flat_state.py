@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from vescale_ray.states.new_states import canonical
+from vescale_ray.state_loading.new_states import canonical
 
 from ..plain_values.plain import Packed
 from .matching import Pair, StoredTensor

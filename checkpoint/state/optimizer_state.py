@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.dtensor.beside import zeros_beside
-from vescale_ray.states.new_states import OF_SCHEDULERS
+from vescale_ray.state_loading.new_states import OF_SCHEDULERS
 
 from ..errors import CheckpointMismatch
 from ..plain_values.scalars import decode

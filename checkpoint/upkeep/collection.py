@@ -71,8 +71,8 @@ def discard(root: Root, attempt: str, what: str, keys: Sequence[str] | None = No
     """
     try:
         store = store_of(root)
-        doomed = [entry.key for entry in store.list(f"data/{check_attempt(attempt)}/")] if keys is None else keys
-        problems = [error for _, error in store.delete_many(doomed) if error is not None]
+        unneeded = [entry.key for entry in store.list(f"data/{check_attempt(attempt)}/")] if keys is None else keys
+        problems = [error for _, error in store.delete_many(unneeded) if error is not None]
         if problems:
             raise problems[0]
     except Exception as error:
@@ -125,11 +125,11 @@ class _Collection:
         commits = [c for c in ls(store) if c.problem is None or not self._gone(c)]
         pinned = pins(store)
         why = self._why(commits, pinned)
-        doomed = {c.name for c in commits} - set(why)
+        unneeded = {c.name for c in commits} - set(why)
         dead: dict[str, str] = {}
         deleted: list[str] = []
         for victim in commits:
-            if victim.name not in doomed:
+            if victim.name not in unneeded:
                 continue
             attempt = _attempt_of(store, victim)
             if not self._delete_commit(victim):

@@ -121,7 +121,7 @@ class Committer:
         """Attempts that wait for votes or their commit."""
         return len(self._open)
 
-    def heed(self, item: SavedShard) -> None:
+    def take(self, item: SavedShard) -> None:
         """Take a worker's vote, or its failure."""
         if not self._know():
             self._early.append(item)
@@ -195,7 +195,7 @@ class Committer:
         self._done = None
         early, self._early = self._early, []
         for item in early:
-            self.heed(item)
+            self.take(item)
         return True
 
     def _close(self, name: str, result: SaveResult) -> SaveResult:

@@ -107,7 +107,7 @@ class CheckpointCoordinator:
         self._last: SaveResult | None = None
         """Result of the last checkpoint that was committed."""
 
-    def distrust(self, commit: str) -> None:
+    def mark_damaged(self, commit: str) -> None:
         """Note that a checkpoint is damaged, so that an older one is used."""
         self._bad |= {commit}
 
@@ -116,7 +116,7 @@ class CheckpointCoordinator:
         self._damaged.add(attempt)
         result = self._results.get(attempt)
         if result is not None and result.kept is not None:
-            self.distrust(result.kept.name)
+            self.mark_damaged(result.kept.name)
 
     def newest(self) -> policy.CommittedCheckpoint | None:
         """Return the newest checkpoint that is not known to be damaged; the newest recorded one if the storage fails.
@@ -268,7 +268,7 @@ class CheckpointCoordinator:
     def _note(self, result: SaveResult) -> None:
         self._results[result.attempt] = result
         if result.attempt in self._damaged and result.kept is not None:
-            self.distrust(result.kept.name)
+            self.mark_damaged(result.kept.name)
         self._cadence.saved(result)
         self._last = result if result.kept is not None else self._last
         name, about = saved_event(result, self._log.stats.ended(result.step))

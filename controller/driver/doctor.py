@@ -30,7 +30,7 @@ from typing import Any, ClassVar, Literal
 
 from vescale_ray import compat
 from vescale_ray.config import RunConfig
-from vescale_ray.controller.driver.local_ray import address_of, silence
+from vescale_ray.controller.driver.local_ray import address_of, connection_problem
 from vescale_ray.errors import one_line
 from vescale_ray.lasting import REMEDY, goes_with, in_temporary_folder
 from vescale_ray.runfolder import unlockable
@@ -352,7 +352,7 @@ def ray_cluster(address: str | None, wait_s: float = RAY_S) -> Finding:
     if address in (None, "", "local"):
         return Finding("ray cluster", "ok", "none is named: the run starts a Ray of its own")
     assert address is not None
-    reason = silence(address)
+    reason = connection_problem(address)
     if reason is not None:
         told = f"{address}: no cluster answers there ({reason})"
         return Finding("ray cluster", "fail", told, "is its head up, and this port of it reachable from here?")

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 QUIET = "A worker died or was killed while executing a task"
 """Ray prints a paragraph with this text at every death of a worker. It is suppressed, because the run reports a death in one line."""
 CLOSE_S = 10.0
-KNOCK_S = 10.0
+CONNECT_S = 10.0
 STARTS = 2
 """Attempts to start Ray on this machine. A start fails on a machine that is so busy that Ray needs more than its 30 s."""
 
@@ -50,8 +50,8 @@ def address_of(config: RunConfig) -> str:
     return config.ray.address or os.environ.get("RAY_ADDRESS") or "local"
 
 
-def silence(address: str) -> str | None:
-    """Return the reason why no process answers at ``host:port``, within :data:`KNOCK_S`.
+def connection_problem(address: str) -> str | None:
+    """Return the reason why no process answers at ``host:port``, within :data:`CONNECT_S`.
 
     Return None if a process listens there, or if only Ray can resolve the address, as with ``auto``. Ray's own client would try for many
     minutes."""
@@ -59,19 +59,19 @@ def silence(address: str) -> str | None:
     if "://" in address or not host or not port.isdigit():
         return None
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
     except (OSError, OverflowError, UnicodeError) as error:
         return getattr(error, "strerror", None) or str(error)
     return None
 
 
-def knock(address: str) -> None:
+def check_address(address: str) -> None:
     """Check that a process listens at the address of a Ray cluster.
 
     Raises:
         RunRefused: no process answers there.
     """
-    reason = silence(address)
+    reason = connection_problem(address)
     if reason is not None:
         raise RunRefused(f"ray.address = {address}: no cluster answers there ({reason}); start one, or use local")
 
@@ -131,7 +131,7 @@ class Cluster:
             if address == "local":
                 self._start(config)
             else:
-                knock(address)
+                check_address(address)
                 try:
                     with _sigterm_kept():
                         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)

@@ -18,7 +18,7 @@ from vescale_ray.config import VOCAB, RunConfig
 from vescale_ray.config.given import CORPUS, FACTORY
 from vescale_ray.controller.driver.data_checks import check_tokenizer, open_data
 from vescale_ray.controller.driver.data_warnings import warnings_of
-from vescale_ray.controller.driver.local_ray import address_of, knock
+from vescale_ray.controller.driver.local_ray import address_of, check_address
 from vescale_ray.controller.driver.model_checks import check_loss, check_model, check_selective
 from vescale_ray.controller.driver.resumption import changes_since, check_same_base, check_same_stream, choose_commit
 from vescale_ray.controller.driver.without_effect import without_effect
@@ -95,7 +95,7 @@ def foresee(config: RunConfig) -> Foreseen:
     """
     warnings = (*_lasting(config), *without_effect(config))
     config = with_model_data(absolute(config))
-    knock(address_of(config))
+    check_address(address_of(config))
     _check_port(config.metrics.host, config.metrics.port)
     _check_loggers(config)
     from vescale_ray.data.text.prompts import encoded_prompts

@@ -45,7 +45,7 @@ class ExitDeadlines:
         """
         workers, steps = seen.workers, seen.stats.steps
         silent = workers.silent(self._bounds.park / 2)
-        reports = {w: workers.report(w) for w in inside if not workers.doomed(w)}
+        reports = {w: workers.report(w) for w in inside if not workers.ending(w)}
         waits = {w for w, report in reports.items() if report is not None and report.waiting and w not in silent}
         together = not out and not waits
         if since < self._together:
@@ -57,7 +57,7 @@ class ExitDeadlines:
         for worker, report in reports.items():
             phase = str(report.phase) if report is not None else "unheard of"
             answers = report is not None and worker not in silent
-            patient = report is not None and answers and (worker in waits or together or report.unhurried)
+            patient = report is not None and answers and (worker in waits or together or report.in_long_work)
             bound = self._bound(phase, patient, worker in silent, steps) + (self._together if answers and not patient else 0.0)
             if since > bound:
                 found[worker] = f"still {phase} {bound:.1f} s after {'the others had left' if out else 'its generation was over'}"

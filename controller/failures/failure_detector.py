@@ -69,14 +69,14 @@ class FailureDetector:
 
     def hung(self, world: World, seen: Observations) -> Mapping[str, str]:
         """Return the hung members, each with the reason."""
-        if any(seen.workers.doomed(worker) for worker in world.members):
+        if any(seen.workers.ending(worker) for worker in world.members):
             return {}  # one was just ended; a later round sees the effects
         hung = self.hangs.verdict(world.members, seen.now)
         if hung and hung.keys() <= seen.starved.keys():
             self.hangs.ended(hung)
         return hung
 
-    def mute(self, world: World, inside: Collection[str], seen: Observations) -> Mapping[str, str]:
+    def silent_members(self, world: World, inside: Collection[str], seen: Observations) -> Mapping[str, str]:
         """Return the silent workers that others wait for while the group forms or is broken, each with the reason. Empty if all members are
         silent."""
         found: dict[str, str] = {}
@@ -84,7 +84,7 @@ class FailureDetector:
         silent = {bound: workers.silent(bound - POLL_WAIT_S) for bound in (forming, training)}
         for worker in silent[training].intersection(inside):
             report = workers.report(worker)
-            if workers.doomed(worker) or (report is not None and report.phase is WorkerPhase.SAVING):
+            if workers.ending(worker) or (report is not None and report.phase is WorkerPhase.SAVING):
                 continue
             trains = report is not None and report.ticket == world.ticket and report.phase is WorkerPhase.TRAINING
             bound = training if trains else forming
@@ -97,7 +97,7 @@ class FailureDetector:
     def cut_off(self, world: World, seen: Observations) -> list[Action]:
         """If all members stand still and none hangs, probe the connections of their nodes, and end the workers that are cut off."""
         leavers = [w for w in seen.leavers if seen.workers.alive(w)]
-        if any(seen.workers.doomed(worker) for worker in (*world.members, *leavers)):
+        if any(seen.workers.ending(worker) for worker in (*world.members, *leavers)):
             return []  # one was just ended; a later round sees the effects
         if not self.hangs.stalled(world.members, seen.now):
             self._connectivity.progressed()
@@ -113,7 +113,7 @@ class FailureDetector:
 
     def partitioned(self, world: World, living: Sequence[str], seen: Observations) -> tuple[bool, list[Action]]:
         """Return whether it is known which members and leavers are cut off, and the actions to take: end them, or probe further."""
-        leavers = [w for w in seen.leavers if not seen.workers.doomed(w)]
+        leavers = [w for w in seen.leavers if not seen.workers.ending(w)]
         cut, do = self._cut_off(world, living, leavers, seen)
         if cut is not None and any(isinstance(one, actions.End) for one in do):
             return True, [*do, actions.Note({"leavers": tuple(w for w in seen.leavers if w not in cut.workers)})]
@@ -141,7 +141,8 @@ class FailureDetector:
         infos = {worker: seen.workers.info(worker) for worker in seen.outside(world.members)}
         # A worker outside would take the place of an ended one.
         beside = [actions.Dismiss(worker) for worker, info in infos.items() if info is not None and info.node in gone]
-        return [*map(actions.Shun, gone), *beside, actions.End({worker: cut.why(node) for worker, node in cut.workers.items()}, world, cut)]
+        reasons = {worker: cut.why(node) for worker, node in cut.workers.items()}
+        return [*map(actions.ExcludeNode, gone), *beside, actions.End(reasons, world, cut)]
 
 
 def network(seen: Observations, workers: Sequence[str]) -> Network:

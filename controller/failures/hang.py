@@ -69,7 +69,7 @@ class _Seen:
     def take(self, report: WorkerReport, now: float) -> None:
         """Take a report. A worker that has just finished an activity longer than any step has not stood still. It makes its next beat
         soon."""
-        done = self.report is not None and self.report.unhurried and not report.unhurried
+        done = self.report is not None and self.report.in_long_work and not report.in_long_work
         changed = report.beats != self.beats or done
         self.beats, self.answered, self.report, self.since_s = report.beats, now, report, 0.0
         if changed:
@@ -269,7 +269,7 @@ class HangWatch:
             return hung
         endless = quiet >= 2 * self._patience * self.longest_s
         for worker, report in reports.items():
-            if worker not in hung and report is not None and not report.waiting and (endless or not report.unhurried):
+            if worker not in hung and report is not None and not report.waiting and (endless or not report.in_long_work):
                 hung[worker] = f"it stands at {report.where or 'an unknown place'} for {everyone[worker].still(now):.1f} s{awaited}"
         return hung
 

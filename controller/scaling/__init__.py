@@ -1,1 +1,1 @@
-"""The number of workers: hiring and dismissal, free places in the cluster, and wishes (requests for places) to Ray's autoscaler."""
+"""The number of workers: hiring and dismissal, free places in the cluster, and requests for places to Ray's autoscaler."""

@@ -1,4 +1,4 @@
-"""The policy for a run that grows by itself, keeps spares, and asks Ray's autoscaler for places (*wishes*).
+"""The policy for a run that grows by itself, keeps spares, and asks Ray's autoscaler for places (*requests*).
 
 Free places go to spares first, then to members. They must have been free for ``elastic.grow_after_s`` seconds
 (:mod:`~vescale_ray.controller.scaling.capacity`). A growth begins once the last one is over and ``elastic.grow_gap_s`` seconds have passed
@@ -18,7 +18,7 @@ from vescale_ray.controller.scaling.capacity import Free, FreePlaces
 
 SETTLE_S = 1.0
 """Seconds after a hiring in which no place counts as free, because Ray takes a moment to count a place as taken."""
-WISH_AHEAD_S = 120.0
+REQUEST_AHEAD_S = 120.0
 """The run asks for a place this many seconds before it may grow, because a node takes a minute or two to start."""
 PLACE_S = 10.0
 """If a worker has no place after this many seconds, though one was free, another job has taken it and the run stops waiting."""
@@ -65,16 +65,16 @@ class Autoscaling:
         self._hired = 0.0
         self._told: tuple[float | None, int] | None = None
 
-    def wishes(self, run: RunProgress, now: float) -> int:
+    def places_to_request(self, run: RunProgress, now: float) -> int:
         """Return the number of places to ask for. A place that stays unused costs money and keeps other jobs from it."""
-        wanted = self._elastic.demand if _worth(run) and self._wait(now) <= WISH_AHEAD_S else 0
+        wanted = self._elastic.demand if _worth(run) and self._wait(now) <= REQUEST_AHEAD_S else 0
         return min(wanted, max(0, run.ceiling - run.target))
 
-    def look(self, free: Free | None, wishes: Collection[str | None], avoid: Collection[str]) -> None:
-        """Note the ``free`` places, and the nodes of the ``wishes`` that were granted."""
+    def look(self, free: Free | None, requests: Collection[str | None], avoid: Collection[str]) -> None:
+        """Note the ``free`` places, and the nodes of the ``requests`` that were granted."""
         if free is not None:
             places = dict(free.places)
-            for node in wishes:
+            for node in requests:
                 if node is not None and node not in avoid:
                     places[node] = places.get(node, 0) + 1
             self._capacity.look(free.at, places, free.nodes)

@@ -19,7 +19,7 @@ from vescale_ray.controller.scaling.capacity import Free, places
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.25
-SHUN_S, LONGEST_SHUN_S = 60.0, 120.0
+EXCLUDED_S, LONGEST_EXCLUDED_S = 60.0, 120.0
 """Seconds for which a node that others don't reach is avoided. The time doubles each time, up to the second number. It is shorter than the
 wait for a worker without a place (``Bounds``). If a worker is hired there too early, its connections are probed and it is refused."""
 FORGET_S = 600.0
@@ -39,7 +39,7 @@ class Nodes:
         self._each = each
         self._draining: Mapping[str, float] = {}
         self._free: Free | None = None
-        self._shunned: dict[str, tuple[float, int]] = {}
+        self._excluded: dict[str, tuple[float, int]] = {}
         """For each node that was avoided: until when, and how many times."""
         self._thread: threading.Thread | None = None
 
@@ -52,18 +52,18 @@ class Nodes:
         """Return the time at which each draining node goes, by node id, in seconds since the epoch; infinite if unknown."""
         return self._draining
 
-    def shun(self, node: str) -> None:
+    def exclude(self, node: str) -> None:
         """Start no worker on ``node`` for a while, because others don't reach it."""
         now = time.monotonic()
-        until, times = self._shunned.get(node, (0.0, 0))
+        until, times = self._excluded.get(node, (0.0, 0))
         times = 0 if now > until + FORGET_S else times
-        self._shunned[node] = (now + min(SHUN_S * 2.0 ** min(times, 30), LONGEST_SHUN_S), times + 1)
+        self._excluded[node] = (now + min(EXCLUDED_S * 2.0 ** min(times, 30), LONGEST_EXCLUDED_S), times + 1)
 
     @property
     def avoided(self) -> frozenset[str]:
         """Nodes on which no worker is to be started: draining nodes, and nodes that others don't reach."""
         now = time.monotonic()
-        return frozenset(self._draining) | {node for node, (until, _) in list(self._shunned.items()) if until > now}
+        return frozenset(self._draining) | {node for node, (until, _) in list(self._excluded.items()) if until > now}
 
     @property
     def free(self) -> Free | None:

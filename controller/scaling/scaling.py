@@ -138,7 +138,7 @@ class Scaling:
         # Workers that can take a place at once: admitted, and not yet members.
         comers = self._let_in.intersection(warm).difference(world.members, seen.leavers, leaving)
         enough = len(staying) + len(comers) >= self._config.elastic.min_workers
-        do: list[Action] = list(self.hear_of_drains(world.members, seen))
+        do: list[Action] = list(self.drain_events(world.members, seen))
         self._save_now |= bool(do) and bool(seen.leaving(world.members)) and not enough
         if self._save_now:
             do.append(actions.Ask(world, CHECKPOINT))
@@ -182,10 +182,10 @@ class Scaling:
         todo = policy.staffing(there, len(ready), warming, target, elastic.spares)
         failures = max(len(self.hire_failures), len(self.refusals), len(self.fleeting))
         do += self._hire(todo.hire + min(todo.spares, self._autoscaling.spare_places(failures, now)), seen.avoided, now)
-        self.spares, self.places_wanted = max(0, len(ready) - max(0, target - there)), len(workers.places.wishes)
+        self.spares, self.places_wanted = max(0, len(ready) - max(0, target - there)), len(workers.places.requests)
         do += [actions.Dismiss(worker) for worker in outside[max(0, len(outside) - todo.dismiss) :]]
         if len(outside) > len(ready):
-            do += self.free_hemmed(seen.avoided, seen)
+            do += self.replace_overconstrained(seen.avoided, seen)
         if not todo.regroup:
             self._put_off = self._unplanned = None
         elif len(staying) < world.size or not (
@@ -204,8 +204,8 @@ class Scaling:
         left, warm_s = self._config.train.steps - stats.step, max((info.warm_seconds for info in stats.workers.values()), default=0.0)
         ceiling = durable.requested or self._config.max_workers
         run = RunProgress(world, ready, warming, durable.target, ceiling, left, stats.steps.last_seconds, warm_s)
-        do: list[Action] = [actions.Wish(self._autoscaling.wishes(run, now), avoid)]
-        self._autoscaling.look(seen.free, seen.workers.places.wishes, avoid)
+        do: list[Action] = [actions.RequestPlaces(self._autoscaling.places_to_request(run, now), avoid)]
+        self._autoscaling.look(seen.free, seen.workers.places.requests, avoid)
         target, events = self._autoscaling.grow(run, now)
         return (durable.target, [*do, *events]) if target is None else (target, [*do, *events, want(target, "growth")])
 
@@ -226,7 +226,7 @@ class Scaling:
         fine, cut = list(admission.admitted), admission.refused
         # One failure for each node, however many of its workers are refused. Workers on other nodes are still to be probed.
         for node in sorted(set(cut.workers.values())):
-            do.append(actions.Shun(node))
+            do.append(actions.ExcludeNode(node))
             self._hire_failed(cut.why(node))
             self.refusals.append(cut.why(node))
         for worker, node in cut.workers.items():
@@ -237,15 +237,16 @@ class Scaling:
         self.untried = frozenset(ready).difference(fine)
         return fine, do
 
-    def free_hemmed(self, avoid: frozenset[str], seen: Observations) -> list[Action]:
+    def replace_overconstrained(self, avoid: frozenset[str], seen: Observations) -> list[Action]:
         """Replace the workers without a place that exclude a node which is no longer to ``avoid``. Ray fixes a worker's excluded nodes when
         it is hired."""
-        hemmed, places = seen.workers.hemmed(avoid), seen.workers.places
-        if not hemmed:
+        overconstrained, places = seen.workers.overconstrained(avoid), seen.workers.places
+        if not overconstrained:
             return []
-        unplaced = [worker for worker in hemmed if worker in places.unplaced]
-        # The answer to the wish tells which of them have no place.
-        return [actions.Wish(len(places.wishes), avoid), *map(actions.Dismiss, unplaced), *self._hire(len(unplaced), avoid, seen.now)]
+        unplaced = [worker for worker in overconstrained if worker in places.unplaced]
+        # The answer to the request tells which of them have no place.
+        request = actions.RequestPlaces(len(places.requests), avoid)
+        return [request, *map(actions.Dismiss, unplaced), *self._hire(len(unplaced), avoid, seen.now)]
 
     def _lets_one_be_written(self, world: World, seen: Observations) -> bool:
         """Return whether the change waits for the checkpoint that is being written, which the end of the generation would abandon. Without
@@ -266,7 +267,7 @@ class Scaling:
         self._unplanned = self._unplanned or seen.now
         return seen.now - self._unplanned < PLANNED_S
 
-    def hear_of_drains(self, members: Collection[str], seen: Observations) -> list[Event]:
+    def drain_events(self, members: Collection[str], seen: Observations) -> list[Event]:
         """Return the events of nodes that have begun to drain, with those of ``members`` on them."""
         fresh = seen.draining.keys() - self._drained
         self._drained = frozenset(seen.draining)

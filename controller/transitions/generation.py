@@ -60,7 +60,7 @@ class Generations:
         living = [w for w in world.members if workers.alive(w)]
         # A worker that was ended is lost in a moment, though its last report may say that it has left.
         party = (*world.members, *leavers)
-        inside = dict.fromkeys(w for w in party if workers.alive(w) and (not seen.is_out(w, world) or workers.doomed(w)))
+        inside = dict.fromkeys(w for w in party if workers.alive(w) and (not seen.is_out(w, world) or workers.ending(w)))
         if not inside:
             return self._ended(state, living, seen)
         gave = state.gave | {w for w in leavers if seen.is_out(w, world) and not seen.fault(w, world)}
@@ -81,7 +81,7 @@ class Generations:
     def _steady(self, state: states.Running, inside: Collection[str], seen: Observations) -> Step:
         """Handle a round in which all members train or form their group."""
         detector, world = self._detector, state.world
-        hung = detector.hung(world, seen) or ({} if seen.filled else detector.mute(world, inside, seen))
+        hung = detector.hung(world, seen) or ({} if seen.filled else detector.silent_members(world, inside, seen))
         if hung:
             return state, _unless_starved(hung, seen) or [actions.End({w: f"it is hung: {why}" for w, why in hung.items()}, world)]
         if self._is_still_read(world, seen) and seen.stop:
@@ -112,10 +112,10 @@ class Generations:
             if shown is not RunState.STOPPING and (shown is not RunState.STARTING or world.ticket.attempt > 1):
                 do += [actions.BeginRescale("failure", world.size), actions.Enter(RunState.RESCALING)]
             do.append(actions.Fence(tuple(inside), world.ticket))  # so that no worker in it begins another step
-        mute = detector.mute(world, inside, seen)
-        if question := _unless_starved(mute, seen):
+        silent = detector.silent_members(world, inside, seen)
+        if question := _unless_starved(silent, seen):
             return state, [*do, *question]
-        late = {w: f"it is hung: {why}" for w, why in mute.items()}
+        late = {w: f"it is hung: {why}" for w, why in silent.items()}
         out = [w for w in living if w not in inside]
         complete = held_step(seen.workers, out) >= seen.stats.step
         late |= detector.exits.late(world, seen.clock - since, [w for w in inside if w not in late], len(out), seen, complete=complete)
@@ -149,11 +149,11 @@ class Generations:
 
     def partitioned(self, state: states.Partitioned, seen: Observations) -> Step:
         workers, living = seen.workers, state.living
-        if seen.now < state.until and not seen.stop and not state.ended and not any(workers.doomed(w) for w in living):
+        if seen.now < state.until and not seen.stop and not state.ended and not any(workers.ending(w) for w in living):
             known, do = self._detector.partitioned(state.generation.world, living, seen)
             if do or not known:
                 return replace(state, ended=known), do
-        lost = {w: seen.loss(w) for w in living if workers.doomed(w)}
+        lost = {w: seen.loss(w) for w in living if workers.ending(w)}
         return self._concluded(state.generation, [w for w in living if w not in lost], lost, state.leavers, seen)
 
     def _concluded(
@@ -182,7 +182,7 @@ class Generations:
         # A leaver that fails, or is lost (mostly with its node) before it has given its shards, breaks the generation as well.
         givers = leavers if not seen.filled else ()
         own = {w: f for w in (*ending.living, *givers) if (f := seen.fault(w, world)) is not None and f.kind is not FaultKind.PEER}
-        every = {**gone, **{w: seen.losses[w] for w in givers if w in seen.losses and seen.workers.doomed(w)}}
+        every = {**gone, **{w: seen.losses[w] for w in givers if w in seen.losses and seen.workers.ending(w)}}
         causes = {one.cause for one in every.values()} | ({Cause.ERROR} if own else set())
         errors = [f"{w}: {one.reason}" for w, one in every.items()] + [f"{w}: {f.text}" for w, f in own.items()]
         if seen.durable.counted_generation != world.ticket.generation:  # otherwise an earlier controller counted it

@@ -138,7 +138,7 @@ class Recovery:
         if seen.stop:
             return _waited(state, seen, waited=False)
         holders = seen.holders(ended)
-        do: list[Action] = [*self._scaling.hear_of_drains(holders, seen)]
+        do: list[Action] = [*self._scaling.drain_events(holders, seen)]
         leaving = seen.leaving(holders)
         if leaving - state.told_of:
             state = replace(state, told_of=state.told_of | leaving)
@@ -146,7 +146,7 @@ class Recovery:
                 # They may hold the only copies, and no worker trains: the state is saved before their node goes.
                 living = tuple(w for w in holders if workers.alive(w))
                 return states.Checkpointing(ended, Goal.DRAIN, living, then=state), do
-        freed = self._scaling.free_hemmed(self._avoided(state, seen), seen)
+        freed = self._scaling.replace_overconstrained(self._avoided(state, seen), seen)
         # A worker that still writes, or seems to, counts as one that holds nothing, and takes no order.
         if len(workers.ready()) >= state.workers and not writes(workers, holders):
             return _waited(state, seen, waited=False, do=[*do, *freed])

@@ -20,11 +20,11 @@ class RunEnd:
         self._config = config
 
     def complete(self, ended: Ending, seen: Observations) -> Step:
-        do = [actions.Wish(None), actions.EndRescale(), actions.Enter(RunState.CHECKPOINTING)]
+        do = [actions.RequestPlaces(None), actions.EndRescale(), actions.Enter(RunState.CHECKPOINTING)]
         return states.Checkpointing(ended, Goal.LAST, ended.living), do
 
     def halt(self, ended: Ending, seen: Observations) -> Step:
-        return states.Checkpointing(ended, Goal.STOP, seen.holders(ended)), [actions.Wish(None), actions.Enter(RunState.STOPPING)]
+        return states.Checkpointing(ended, Goal.STOP, seen.holders(ended)), [actions.RequestPlaces(None), actions.Enter(RunState.STOPPING)]
 
     def give_up(self, ended: Ending, error: str, seen: Observations, refused: bool = False, save: bool = True) -> Step:
         """Begin to end a run that has failed.
@@ -32,8 +32,8 @@ class RunEnd:
         If the survivors' state is newer than the newest checkpoint, it is saved, unless it is of no use (``save=False``). ``refused``: the
         user's input caused the failure."""
         if not save:
-            return states.Concluding(error=error, hint=True), [actions.Wish(None)]
-        return states.Checkpointing(ended, Goal.FAILURE, seen.holders(ended), error, refused), [actions.Wish(None)]
+            return states.Concluding(error=error, hint=True), [actions.RequestPlaces(None)]
+        return states.Checkpointing(ended, Goal.FAILURE, seen.holders(ended), error, refused), [actions.RequestPlaces(None)]
 
     def checkpointing(self, state: states.Checkpointing, seen: Observations) -> Step:
         save = actions.SaveParked(state.workers, only_newer=state.goal is Goal.FAILURE)

@@ -40,7 +40,7 @@ class Member:
         late_s: seconds by which its last answer was late; lateness of earlier answers decays with time.
         ordered: when it was last given an order.
         told: when it was asked for its last report.
-        verdict: why the controller is ending it, since ``sentenced``; None if it is not.
+        verdict: why the controller is ending it, since ``ended_at``; None if it is not.
         gone: whether its process ended before the controller killed it. Ray then gives the reason.
     """
 
@@ -68,7 +68,7 @@ class Member:
     next_poll: float = 0.0
     verdict: str | None = None
     cause: Cause = Cause.KILLED
-    sentenced: float = 0.0
+    ended_at: float = 0.0
     gone: bool = False
 
     # ----------------------------------------------------------------------------------------------------------- calls
@@ -153,9 +153,9 @@ class Member:
 
     # ------------------------------------------------------------------------------------------------------------- end
 
-    def sentence(self, verdict: str, cause: Cause) -> None:
+    def mark_ended(self, verdict: str, cause: Cause) -> None:
         """Record that the controller ends the worker."""
-        self.verdict, self.cause, self.sentenced = verdict, cause, time.monotonic()
+        self.verdict, self.cause, self.ended_at = verdict, cause, time.monotonic()
 
     def was_gone(self) -> None:
         """Record that the process had ended before it was killed."""
@@ -163,8 +163,8 @@ class Member:
 
     def leave(self, verdict: str) -> None:
         """Count the worker as lost with its node, at once."""
-        self.verdict, self.cause, self.gone, self.sentenced = verdict, Cause.NODE, False, time.monotonic() - DEATH_S - 1.0
+        self.verdict, self.cause, self.gone, self.ended_at = verdict, Cause.NODE, False, time.monotonic() - DEATH_S - 1.0
 
     def overdue(self, now: float) -> bool:
         """Return whether the worker counts as dead without Ray's word."""
-        return self.verdict is not None and now - self.sentenced > (GONE_S if self.gone else DEATH_S)
+        return self.verdict is not None and now - self.ended_at > (GONE_S if self.gone else DEATH_S)

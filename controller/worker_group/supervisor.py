@@ -2,9 +2,9 @@
 
 It owns the workers, because Ray ends an actor with its owner: if the controller owned them, they would die with it. It gives their handles
 to each controller. Each worker has a placement group of its own. One group for all could not shrink, would hold a draining node, and its
-removal would end the survivors, too. Pending groups without a worker (*wishes*) show Ray's autoscaler what the run would use. Once Ray has
-placed such a group, the next worker uses it. If a *standby* can replace a lost worker, that worker's group stays reserved for a moment. Ray
-removes all groups with this actor.
+removal would end the survivors, too. Pending groups without a worker (*requests*) show Ray's autoscaler what the run would use. Once Ray
+has placed such a group, the next worker uses it. If a *standby* can replace a lost worker, that worker's group stays reserved for a
+moment. Ray removes all groups with this actor.
 
 It holds the ``TCPStore`` of each generation, through which process groups meet. A store on a worker would die with the worker.
 
@@ -75,13 +75,13 @@ class Supervisor:
         self._config, self._pickled = config, pickled
         self._tag = tag
         self._placing = threading.Lock()
-        """Guards the wishes, the list of workers without a place, and hiring."""
+        """Guards the requests, the list of workers without a place, and hiring."""
         self._returns = ThreadPoolExecutor(1, thread_name_prefix="vescale-places")
         self._children: dict[str, _Child] = {}
-        self._wishes: list[PlacementGroup] = []
+        self._requests: list[PlacementGroup] = []
         self._elsewhere: dict[PlacementGroup, frozenset[str]] = {}
-        """By wish, the nodes on which it gets no place."""
-        self._wished = 0
+        """By request, the nodes on which it gets no place."""
+        self._requested = 0
         self._unplaced: set[str] = set()
         self._closed = False
         self._epoch = 0
@@ -115,7 +115,7 @@ class Supervisor:
     @ray.method(concurrency_group="places")
     def hire(self, avoid: Collection[str] = (), epoch: int = 0, *ended: Dismissal) -> tuple[str, Any, bool]:
         """Start a worker, and return its id and handle without waiting, and whether it was a standby. It comes up when Ray has a place for
-        it, on none of the nodes to ``avoid``. It takes the place of a lost worker or of a wish, if there is one.
+        it, on none of the nodes to ``avoid``. It takes the place of a lost worker or of a request, if there is one.
 
         ``epoch``: epoch of the calling controller. ``ended``: ends of workers, which Ray waits for before this call.
         """
@@ -178,14 +178,14 @@ class Supervisor:
         return fit[0] if fit else None
 
     def _placed(self, worker: str, avoid: Collection[str]) -> WorkerPlace:
-        """Take a wish that Ray has placed, or create a placement group for ``worker``.
+        """Take a request that Ray has placed, or create a placement group for ``worker``.
 
         If standbys are ready and workers need no GPU, wait for a moment until Ray has placed the group: a standby on that node can then
         become the worker. With GPUs a standby can't, because the devices of a new group are not known.
         """
-        group = next((wish for wish in self._wishes if _node_of(wish) not in (None, *avoid)), None)
+        group = next((request for request in self._requests if _node_of(request) not in (None, *avoid)), None)
         if group is not None:
-            self._wishes.remove(group)
+            self._requests.remove(group)
             self._elsewhere.pop(group, None)
         else:
             group = self._group(worker, avoid)
@@ -197,33 +197,33 @@ class Supervisor:
         return WorkerPlace(group, node, "")
 
     @ray.method(concurrency_group="places")
-    def wish(self, count: int, avoid: Collection[str]) -> Places:
-        """Keep ``count`` wishes (placement groups without a worker), on none of the nodes to ``avoid``. Return the state of all groups.
+    def request_places(self, count: int, avoid: Collection[str]) -> Places:
+        """Keep ``count`` requests (placement groups without a worker), on none of the nodes to ``avoid``. Return the state of all groups.
 
-        Surplus wishes are removed; wishes that Ray has not placed go first.
+        Surplus requests are removed; requests that Ray has not placed go first.
         """
-        return self._wish(count, avoid)
+        return self._request_places(count, avoid)
 
-    def _wish(self, count: int, avoid: Collection[str]) -> Places:
+    def _request_places(self, count: int, avoid: Collection[str]) -> Places:
         with self._placing:
-            nodes = {wish: _node_of(wish) for wish in self._wishes}
-            # Replace also a wish that waits but excludes a node which may be used again.
-            hemmed = {wish for wish, node in nodes.items() if node is None and self._elsewhere[wish].difference(avoid)}
-            surplus = [wish for wish, node in nodes.items() if node in avoid or wish in hemmed]
-            kept = sorted((wish for wish in self._wishes if wish not in surplus), key=lambda wish: nodes[wish] is None)
+            nodes = {request: _node_of(request) for request in self._requests}
+            # Replace also a request that waits but excludes a node which may be used again.
+            overconstrained = {request for request, node in nodes.items() if node is None and self._elsewhere[request].difference(avoid)}
+            surplus = [request for request, node in nodes.items() if node in avoid or request in overconstrained]
+            kept = sorted((request for request in self._requests if request not in surplus), key=lambda request: nodes[request] is None)
             surplus += kept[count:]
-            self._wishes = kept[:count]
-            for wish in surplus:
-                remove_placement_group(wish)
-                del self._elsewhere[wish]
-            while len(self._wishes) < count and not self._closed:
-                self._wished += 1  # Ray wants each name once
-                self._wishes.append(self._group(f"wish{self._wished}", avoid))
-                self._elsewhere[self._wishes[-1]] = frozenset(avoid)
+            self._requests = kept[:count]
+            for request in surplus:
+                remove_placement_group(request)
+                del self._elsewhere[request]
+            while len(self._requests) < count and not self._closed:
+                self._requested += 1  # Ray wants each name once
+                self._requests.append(self._group(f"request{self._requested}", avoid))
+                self._elsewhere[self._requests[-1]] = frozenset(avoid)
             with self._lock:
                 groups = {w: self._children[w].group for w in self._unplaced if w in self._children}
             self._unplaced = {worker for worker, group in groups.items() if _node_of(group) is None}
-            return Places(tuple(nodes.get(wish) for wish in self._wishes), frozenset(self._unplaced))
+            return Places(tuple(nodes.get(request) for request in self._requests), frozenset(self._unplaced))
 
     def _group(self, of: str, avoid: Collection[str]) -> PlacementGroup:
         cpus, gpus = self._each()
@@ -332,7 +332,7 @@ class Supervisor:
         """End all workers and agents, and give all places back. Later calls of :meth:`hire` fail, since their place would stay taken."""
         with self._placing:
             self._closed = True
-        self._wish(0, ())
+        self._request_places(0, ())
         for worker in self.roster():
             self.dismiss(worker, None)
         with self._lock:

@@ -29,7 +29,7 @@ from vescale_ray.controller.worker_group.worker_news import Lost, News, Ready
 from vescale_ray.workers.messages import Order, Ticket, WorkerInfo, WorkerReport
 from vescale_ray.workers.network.reachability import AT_ONCE
 
-WISH_GAP_S = 0.5
+REQUEST_GAP_S = 0.5
 """Pause between two questions about the state of the placement groups."""
 SILENT_S = 1.0
 """If a node does not answer, its workers that have not answered for this long count as lost with it."""
@@ -42,8 +42,8 @@ ASK_S = 0.2
 REACHABILITY_S = 1.0
 """Time for the answers about connections to arrive after the workers' own tries."""
 UNTOLD = frozenset({"unknown"})
-"""Stands for the unknown nodes that a worker of an earlier controller avoids. No node has this name, so such a worker counts as hemmed
-while it has no place (:meth:`WorkerGroup.hemmed`)."""
+"""Stands for the unknown nodes that a worker of an earlier controller avoids. No node has this name, so such a worker counts as
+overconstrained while it has no place (:meth:`WorkerGroup.overconstrained`)."""
 
 
 class WorkerGroup:
@@ -68,9 +68,9 @@ class WorkerGroup:
         self.clock = AwakeClock()
         self.members: dict[str, Member] = {}
         self.places = Places()
-        """State of the placement groups as :meth:`wish` last heard it."""
-        self._wishing: Any = None
-        self._wished = 0.0
+        """State of the placement groups as :meth:`request_places` last heard it."""
+        self._answer: Any = None
+        self._requested = 0.0
         self._hirings: dict[Any, frozenset[str]] = {}
         """Hirings under way, each with the nodes to avoid."""
         self._unhired: list[str] = []
@@ -112,7 +112,7 @@ class WorkerGroup:
                 else:
                     self._enroll(worker, handle, avoid=avoid, standby=standby)
 
-    def hemmed(self, avoided: Collection[str]) -> list[str]:
+    def overconstrained(self, avoided: Collection[str]) -> list[str]:
         """Return the workers that are not warm yet and exclude a node that is no longer among those to avoid."""
         return [w for w in self.warming() if self.members[w].avoid.difference(avoided)]
 
@@ -145,7 +145,7 @@ class WorkerGroup:
         for worker in node_by_node(self.members, reasons):
             member = self.members[worker]
             if member.verdict is None:
-                member.sentence(reasons[worker], cause)
+                member.mark_ended(reasons[worker], cause)
                 asked[worker] = self._supervisor.dismiss.remote(worker, member.info, self._vacate)
         for worker, ref in asked.items():
             member, done = self.members[worker], answer_of(ref, self._call_s)
@@ -180,30 +180,30 @@ class WorkerGroup:
         there = {w: self.members[w] for w in workers if w in self.members}
         return stacks_of(there, self.silent(wait_s), self._supervisor, wait_s, self._call_s)
 
-    def wish(self, count: int, avoid: Collection[str] = ()) -> None:
+    def request_places(self, count: int, avoid: Collection[str] = ()) -> None:
         """Keep ``count`` places for workers that are not hired yet, and update :attr:`places`. Does not wait for the answer, so call it
         repeatedly."""
-        if self._wishing is not None:
-            done, _ = ray.wait([self._wishing], timeout=0)
+        if self._answer is not None:
+            done, _ = ray.wait([self._answer], timeout=0)
             if not done:
                 return
-            self._wishing = None
+            self._answer = None
             try:
                 self.places = ray.get(done[0])
             except RayError:
                 pass  # the next call that needs an answer finds a lost supervisor
-        if time.monotonic() - self._wished >= WISH_GAP_S:
-            self._wished = time.monotonic()
-            self._wishing = self._supervisor.wish.remote(count, tuple(avoid))
+        if time.monotonic() - self._requested >= REQUEST_GAP_S:
+            self._requested = time.monotonic()
+            self._answer = self._supervisor.request_places.remote(count, tuple(avoid))
 
-    def unwish(self) -> None:
+    def cancel_requests(self) -> None:
         """Take back all places that wait for workers."""
-        self._supervisor.wish.remote(0, ())
+        self._supervisor.request_places.remote(0, ())
 
     def alive(self, worker: str) -> bool:
         return worker in self.members
 
-    def doomed(self, worker: str) -> bool:
+    def ending(self, worker: str) -> bool:
         """Return whether a worker is being ended, or is gone."""
         member = self.members.get(worker)
         return member is None or member.verdict is not None
@@ -334,7 +334,7 @@ class WorkerGroup:
         # Ray learns late that a process on a lost node has died. The controller need not wait for that.
         overdue = [member for member in self.members.values() if member.overdue(now)]
         if overdue:
-            return [news for member in overdue for news in self._bury(member, "its process died", Cause.KILLED)]
+            return [news for member in overdue for news in self._remove_lost(member, "its process died", Cause.KILLED)]
         for member in self.members.values():
             if member.waits_for_poll:
                 if member.next_poll <= now:
@@ -368,20 +368,20 @@ class WorkerGroup:
             return []
         except RayTaskError as error:
             cause = error.cause if getattr(error, "cause", None) is not None else error
-            return self._bury(member, one_line(cause), Cause.ERROR)
+            return self._remove_lost(member, one_line(cause), Cause.ERROR)
         except RayActorError as error:
             reason = death_of(error)
             gone = reason == NODE_LOST or getattr(error, "preempted", False)
-            return self._bury(member, reason, Cause.NODE if gone else Cause.KILLED)
+            return self._remove_lost(member, reason, Cause.NODE if gone else Cause.KILLED)
         except RayError as error:
-            return self._bury(member, one_line(error), Cause.KILLED)
+            return self._remove_lost(member, one_line(error), Cause.KILLED)
         news = member.receive(ref, value)
         for one in news:
             if isinstance(one, Ready):
                 self._supervisor.station.remote(member.worker, one.info.node)
         return news
 
-    def _bury(self, member: Member, reason: str, cause: Cause) -> list[News]:
+    def _remove_lost(self, member: Member, reason: str, cause: Cause) -> list[News]:
         self.members.pop(member.worker, None)
         if member.verdict is None:
             # The worker's place must be given back. A recovery does not wait for that, because the node may be gone.

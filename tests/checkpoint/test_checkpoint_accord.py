@@ -14,7 +14,7 @@ from tests.ranks import on_processes
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.api import prepare
 from vescale_ray.checkpoint.errors import SaveFailed
-from vescale_ray.checkpoint.saving.accord import Accord, Verdict, Word
+from vescale_ray.checkpoint.saving.accord import Accord, RankStatus, Verdict
 from vescale_ray.checkpoint.saving.polling import pause_after
 
 
@@ -28,8 +28,8 @@ def pair(store=None):
     return store, *made
 
 
-def say(store, key, word):
-    store.set(f"{key}/r1", word.to_json())
+def say(store, key, status):
+    store.set(f"{key}/r1", status.to_json())
 
 
 def named():
@@ -39,14 +39,14 @@ def named():
 def test_verdict_is_deleted_once_all_ranks_reach_the_next_save():
     store, leader, other = pair()
     first, second, third = (leader.key(step) for step in (5, 6, 7))
-    say(store, first, Word())
-    assert leader.agree(first, Word(), named, 5.0).fate == "go"
-    assert other.agree(first, Word(), named, 5.0).fate == "go", "rank 1's word was there, now it hears the verdict"
-    other.tell(second, Word(busy=True))
-    assert leader.agree(second, Word(), named, 5.0).fate == "busy"
+    say(store, first, RankStatus())
+    assert leader.agree(first, RankStatus(), named, 5.0).fate == "go"
+    assert other.agree(first, RankStatus(), named, 5.0).fate == "go", "rank 1's status was there, now it hears the verdict"
+    other.tell(second, RankStatus(busy=True))
+    assert leader.agree(second, RankStatus(), named, 5.0).fate == "busy"
     assert not store.check([f"{first}/verdict"]) and store.check([f"{second}/verdict"])
-    say(store, third, Word())
-    assert leader.agree(third, Word(), named, 5.0).fate == "go"
+    say(store, third, RankStatus())
+    assert leader.agree(third, RankStatus(), named, 5.0).fate == "go"
     assert not store.check([f"{second}/verdict"]) and store.check([f"{third}/verdict"])
     assert not any(store.check([f"{key}/r1"]) for key in (second, third))
 
@@ -56,20 +56,22 @@ def test_rank_that_missed_a_save_joins_the_next_and_no_key_stays():
     store = dist.HashStore()
     for _ in range(2):  # the second pair: another saver, or a process group made anew over the same store
         _, leader, other = pair(store)
-        say(store, other.key(5), Word())
-        assert leader.agree(leader.key(5), Word(), named, 5.0).fate == "go", "words of an older saver's save of this step are not taken"
-        assert leader.agree(leader.key(6), Word(), named, 0.05).fate == "failed", "rank 1 has missed it"
-        leader.tell(leader.key(7), Word(busy=True))
-        say(store, other.key(7), Word())
+        say(store, other.key(5), RankStatus())
+        assert leader.agree(leader.key(5), RankStatus(), named, 5.0).fate == "go", (
+            "statuses of an older saver's save of this step are not taken"
+        )
+        assert leader.agree(leader.key(6), RankStatus(), named, 0.05).fate == "failed", "rank 1 has missed it"
+        leader.tell(leader.key(7), RankStatus(busy=True))
+        say(store, other.key(7), RankStatus())
         for _ in range(2):  # the same step may be saved again
             key, same = leader.key(8), other.key(8)
             assert key == same and not store.check([f"{key}/verdict"]), "no verdict of before is heard as that of now"
-            say(store, same, Word())
-            assert leader.agree(key, Word(), named, 5.0).fate == "go"
+            say(store, same, RankStatus())
+            assert leader.agree(key, RankStatus(), named, 5.0).fate == "go"
     before = store.num_keys()
     for step in range(100, 150):
-        say(store, other.key(step), Word())
-        leader.agree(leader.key(step), Word(busy=step % 3 == 0), named, 5.0)
+        say(store, other.key(step), RankStatus())
+        leader.agree(leader.key(step), RankStatus(busy=step % 3 == 0), named, 5.0)
     leader.forget()
     assert store.num_keys() < before, "what was said on a save goes, of skipped ones too"
 
@@ -83,20 +85,20 @@ def test_rank_leaving_before_the_save_begins_notifies_the_others():
 
     key = leader.key(5)
     with pytest.raises(KeyboardInterrupt):
-        other.agree(key, Word(), named, 5.0, interrupted)
-    assert leader.agree(key, Word(), named, 5.0) == Verdict("failed", text="rank 1: interrupted by KeyboardInterrupt")
+        other.agree(key, RankStatus(), named, 5.0, interrupted)
+    assert leader.agree(key, RankStatus(), named, 5.0) == Verdict("failed", text="rank 1: interrupted by KeyboardInterrupt")
     key = leader.key(6)
     with pytest.raises(KeyboardInterrupt):
-        leader.agree(key, Word(), named, 5.0, interrupted)
-    assert other.agree(key, Word(), named, 5.0) == Verdict("failed", text="rank 0: interrupted by KeyboardInterrupt")
+        leader.agree(key, RankStatus(), named, 5.0, interrupted)
+    assert other.agree(key, RankStatus(), named, 5.0) == Verdict("failed", text="rank 0: interrupted by KeyboardInterrupt")
     key = leader.key(7)
     with pytest.raises(SaveFailed, match="rank 0 did not begin this save within 0.1 s"):
-        other.agree(key, Word(), named, 0.05)
-    assert "rank 1: timed out waiting" in leader.agree(key, Word(), named, 5.0).text, "nothing is written for a rank that has gone"
+        other.agree(key, RankStatus(), named, 0.05)
+    assert "rank 1: timed out waiting" in leader.agree(key, RankStatus(), named, 5.0).text, "nothing is written for a rank that has gone"
     key = leader.key(8)
-    say(store, key, Word())
-    assert "could not be looked up: no bucket" in leader.agree(key, Word(), fails, 5.0).text
-    assert other.agree(key, Word(), named, 5.0).fate == "failed"
+    say(store, key, RankStatus())
+    assert "could not be looked up: no bucket" in leader.agree(key, RankStatus(), fails, 5.0).text
+    assert other.agree(key, RankStatus(), named, 5.0).fate == "failed"
 
 
 def fails():
@@ -106,11 +108,11 @@ def fails():
 def test_unfit_or_missing_rank_fails_the_save_on_every_rank():
     store, leader, other = pair()
     key = leader.key(5)
-    say(store, key, Word(problem="weights on two devices"))
-    verdict = leader.agree(key, Word(), named, 5.0)
+    say(store, key, RankStatus(problem="weights on two devices"))
+    verdict = leader.agree(key, RankStatus(), named, 5.0)
     assert (verdict.fate, verdict.text) == ("unfit", "rank 1: weights on two devices")
-    assert other.agree(key, Word(), named, 5.0) == verdict
-    missing = leader.agree(leader.key(6), Word(), named, 0.05)
+    assert other.agree(key, RankStatus(), named, 5.0) == verdict
+    missing = leader.agree(leader.key(6), RankStatus(), named, 0.05)
     assert missing.fate == "failed" and "ranks [1] of 2 did not come to this save within 0.05 s" in missing.text
 
 
@@ -126,19 +128,19 @@ def test_polling_delays_an_answer_by_at_most_five_percent():
 def test_plain_tensors_differing_between_ranks_cause_one_warning(caplog):
     """The tensors are, for example, different experts under equal names. Only one rank's tensor is stored for each name."""
 
-    def word(rank, **own):
+    def status(rank, **own):
         # torch does not copy single elements of uint4.
         same = {f"same.{dtype}": random_bits((40, 3), dtype, 7) for dtype in (*DTYPES, torch.uint4, torch.float4_e2m1fn_x2)}
         state = {"model": {**same, "none": torch.ones(0), "0-d": torch.tensor(1.5), "columns": torch.ones(4, 6).t(), **own}}
-        return prepare(state, 5, 2, rank, None, None, None).word
+        return prepare(state, 5, 2, rank, None, None, None).status
 
     _, leader, other = pair()
     said = "1 plain tensors differ between ranks (for example 'expert', on ranks 0 and 1)"
     cases = [
-        (word(0), word(1), None),
-        (word(0, expert=torch.ones(1000)), word(1, expert=torch.zeros(1000)), said),
-        (word(0, expert=torch.ones(1000)), word(1, expert=torch.zeros(1000)), None),
-        (word(0, a=torch.ones(2)), word(1, b=torch.zeros(2)), None),
+        (status(0), status(1), None),
+        (status(0, expert=torch.ones(1000)), status(1, expert=torch.zeros(1000)), said),
+        (status(0, expert=torch.ones(1000)), status(1, expert=torch.zeros(1000)), None),
+        (status(0, a=torch.ones(2)), status(1, b=torch.zeros(2)), None),
     ]
     for step, (mine, theirs, told) in enumerate(cases):
         caplog.clear()

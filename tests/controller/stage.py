@@ -90,7 +90,7 @@ class WorkerGroup:
     def report(self, worker: str) -> WorkerReport | None:
         return self.reports.get(worker)
 
-    def doomed(self, worker: str) -> bool:
+    def ending(self, worker: str) -> bool:
         return worker not in self.reports or worker in self.ended
 
     def silent(self, seconds: float) -> frozenset[str]:
@@ -117,7 +117,7 @@ class WorkerGroup:
     def age(self, worker: str) -> float:
         return 1.0
 
-    def hemmed(self, avoid: Collection[str]) -> list[str]:
+    def overconstrained(self, avoid: Collection[str]) -> list[str]:
         return []
 
     def stacks(self, workers: Iterable[str], wait_s: float) -> dict[str, str]:
@@ -161,10 +161,10 @@ class WorkerGroup:
         self.dismissed.append(worker)
         self.reports.pop(worker, None)
 
-    def wish(self, count: int, avoid: Collection[str] = ()) -> None:
+    def request_places(self, count: int, avoid: Collection[str] = ()) -> None:
         pass
 
-    def unwish(self) -> None:
+    def cancel_requests(self) -> None:
         pass
 
 

@@ -70,18 +70,18 @@ def test_run_grows_only_into_nodes_that_stay_and_obeys_a_rescale(tmp_path: Path)
         run = Driven(tiny(tmp_path, "grow", **changes), tmp_path)
 
         def places(*states: str) -> list[str | None]:
-            return [node for name, state, node in nodes.groups() if state in states and ":wish" in name]
+            return [node for name, state, node in nodes.groups() if state in states and ":request" in name]
 
         run.wait(lambda: len(run.folder.read_metrics()) >= 20, 120, "step 20")
-        run.wait(lambda: len(places("PENDING")) == 1 and run.status()["places_wanted"] == 1, 60, "the wish")
+        run.wait(lambda: len(places("PENDING")) == 1 and run.status()["places_wanted"] == 1, 60, "the request")
         assert nodes.asked() == 1, "an autoscaler is told of one place more, as elastic.demand says, and not of both"
 
         # Nodes that don't stay change nothing.
         for _ in range(3):
             node = nodes.add(2)
-            run.wait(lambda node=node: places("CREATED") == [node], 60, "the wish on the new node")  # type: ignore[misc]
+            run.wait(lambda node=node: places("CREATED") == [node], 60, "the request on the new node")  # type: ignore[misc]
             nodes.leave(node)
-            run.wait(lambda: len(places("PENDING", "RESCHEDULING")) == 1, 60, "the wish without the node")
+            run.wait(lambda: len(places("PENDING", "RESCHEDULING")) == 1, 60, "the request without the node")
         assert not run.of("growth") and len(run.of("generation")) == 1 and len(run.of("worker_started")) == 2
 
         # The run grows into a node that stays, with both workers at once.
@@ -93,7 +93,7 @@ def test_run_grows_only_into_nodes_that_stay_and_obeys_a_rescale(tmp_path: Path)
         assert growth["time"] - began >= AFTER_S and growth["room"] == 2
         workers = {event["worker"]: event for event in run.of("worker_started")}
         assert [workers[w]["node"] for w in run.of("generation")[-1]["workers"]].count(node) == 2
-        run.wait(lambda: run.status()["places_wanted"] == 0 and nodes.asked() == 0, 60, "the end of the wish")
+        run.wait(lambda: run.status()["places_wanted"] == 0 and nodes.asked() == 0, 60, "the end of the request")
 
         # After the loss of a worker whose place is free, the run grows back to its former size.
         os.kill(workers[run.of("generation")[-1]["workers"][3]]["pid"], signal.SIGKILL)
@@ -162,14 +162,14 @@ def test_killed_controller_or_driver_leaks_no_requested_places(tmp_path: Path) -
         run = Driven(tiny(tmp_path, "asks", elastic_grow=True, elastic_demand=3, elastic_max_workers=4, **changes), tmp_path)
 
         def waiting() -> int:
-            return len([name for name, state, _ in nodes.groups() if state == "PENDING" and ":wish" in name])
+            return len([name for name, state, _ in nodes.groups() if state == "PENDING" and ":request" in name])
 
-        run.wait(lambda: len(run.folder.read_metrics()) >= 5 and waiting() == 2, 120, "the wishes, as many as there may be workers")
+        run.wait(lambda: len(run.folder.read_metrics()) >= 5 and waiting() == 2, 120, "the requests, as many as there may be workers")
         for _ in range(2):
             nodes.kill_actor(controller_name(run.of("run_started")[-1]["run_id"]), NAMESPACE)
             epochs = len(run.of("controller_restarted"))
             run.wait(lambda epochs=epochs: len(run.of("controller_restarted")) > epochs, 60, "the next controller")  # type: ignore[misc]
-            run.wait(lambda: run.status()["state"] == "RUNNING" and run.status()["places_wanted"] == 2, 30, "its wishes")
+            run.wait(lambda: run.status()["state"] == "RUNNING" and run.status()["places_wanted"] == 2, 30, "its requests")
             assert waiting() == 2
         os.kill(run.driver.pid, signal.SIGKILL)
         run.driver.communicate(timeout=10)

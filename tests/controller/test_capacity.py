@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vescale_ray.config import ConfigError, parse_config
 from vescale_ray.controller.policy import LONGEST_GAP_S, growth_wait, worth_growing
 from vescale_ray.controller.protocol import Event
-from vescale_ray.controller.scaling.autoscaling import WISH_AHEAD_S, Autoscaling, RunProgress
+from vescale_ray.controller.scaling.autoscaling import REQUEST_AHEAD_S, Autoscaling, RunProgress
 from vescale_ray.controller.scaling.capacity import STALE_S, Free, FreePlaces, places
 
 CPU = {"CPU": 1.0}
@@ -143,7 +143,7 @@ class Grower:
         section = {"workers": 2, "max_workers": 4, "grow": True, "grow_after_s": 1.0, "grow_gap_s": 60.0, "demand": 1}
         self.elastic = parse_config({"elastic": section}).elastic
         self.policy = Autoscaling(self.elastic)
-        self.now, self.target, self.capacity, self.wished = 50.0, 2, 1, 0
+        self.now, self.target, self.capacity, self.requested = 50.0, 2, 1, 0
         self.steps_left, self.warm_s = 10**6, 0.0
 
     def pass_(self, seconds: float, world: int) -> list[str]:
@@ -152,7 +152,7 @@ class Grower:
         while self.now < end:
             self.now += 0.5
             run = RunProgress(world, 0, 0, self.target, 4, self.steps_left, 0.1, self.warm_s)
-            self.wished = self.policy.wishes(run, self.now)
+            self.requested = self.policy.places_to_request(run, self.now)
             self.policy.look(Free(self.now, {"n": self.capacity}, frozenset("n")), (), ())
             target, events = self.policy.grow(run, self.now)
             self.target = target or self.target
@@ -176,7 +176,7 @@ def test_place_is_requested_only_if_the_run_would_use_it_soon() -> None:
     run = Grower()
     run.capacity = 0
     run.pass_(5.0, 2)
-    assert run.wished == 1
+    assert run.requested == 1
     run.capacity = 1
     for _ in range(3):
         while run.target == 2:
@@ -185,9 +185,9 @@ def test_place_is_requested_only_if_the_run_would_use_it_soon() -> None:
         run.target = 2
     run.capacity = 0
     run.pass_(1.0, 2)
-    assert run.wished == 0, "the next growth is eight minutes away"
-    run.pass_(480.0 - WISH_AHEAD_S, 2)
-    assert run.wished == 1, "by the time a node is there it may be used"
+    assert run.requested == 0, "the next growth is eight minutes away"
+    run.pass_(480.0 - REQUEST_AHEAD_S, 2)
+    assert run.requested == 1, "by the time a node is there it may be used"
     run.warm_s, run.steps_left = 20.0, 50
     run.pass_(1.0, 2)
-    assert run.wished == 0, "the run ends before a worker would be warm"
+    assert run.requested == 0, "the run ends before a worker would be warm"

@@ -47,12 +47,12 @@ def test_a_command_that_was_given_up_is_never_carried_out(run: Recorded, tmp_pat
     before = commands.target
     with pytest.raises(RequestRefused, match=f"did not begin {action} within 0.2 s"):
         commands.command(action, {"workers": 1}, wait_s=0.2)
-    commands.heed()
+    commands.carry_out()
     assert (commands.target, commands.stop) == (before, None)
     told: list[dict[str, Any]] = []
     second = threading.Thread(target=lambda: told.append(commands.command("rescale", {"workers": 2})))
     second.start()
-    until(lambda: bool(commands.heed() or told), 5, "an answer")
+    until(lambda: bool(commands.carry_out() or told), 5, "an answer")
     second.join(5)
     assert told[0]["workers"] == commands.target == 2
 

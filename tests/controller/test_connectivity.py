@@ -33,7 +33,7 @@ from vescale_ray.controller.failures.connectivity import (
 from vescale_ray.controller.failures.failure_detector import network
 from vescale_ray.controller.failures.hang import FIRST_S, LEAST_S, HangWatch
 from vescale_ray.controller.protocol import Bounds, Ending, Event, Places, RunState
-from vescale_ray.controller.scaling.nodes import FORGET_S, LONGEST_SHUN_S, SHUN_S, Nodes
+from vescale_ray.controller.scaling.nodes import EXCLUDED_S, FORGET_S, LONGEST_EXCLUDED_S, Nodes
 from vescale_ray.controller.worker_group.worker_group import WorkerGroup as RealWorkerGroup
 from vescale_ray.workers.messages import FaultKind, Ticket, WorkerFault, WorkerInfo, WorkerPhase
 
@@ -228,7 +228,7 @@ def test_removed_node_is_probed_again_before_it_is_admitted() -> None:
 
 
 def test_stalled_members_suspend_joiner_probes_and_void_results() -> None:
-    """While a cut-off member is not ended yet, joiners and spares on good nodes must not be refused, nor their nodes shunned."""
+    """While a cut-off member is not ended yet, joiners and spares on good nodes must not be refused, nor their nodes excluded."""
     hosts = Hosts("ab bc")
     admitted(hosts, "c1", "a1 b1", 1)  # c1 is not reached once, since b is cut off
     found = hosts.cut_off("a1 b1")
@@ -285,21 +285,21 @@ def test_ties_remove_the_node_with_more_broken_links_then_later() -> None:
     assert time.monotonic() - began < 5.0
 
 
-def test_unreached_node_is_shunned_for_a_while_then_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreached_node_is_excluded_for_a_while_then_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes, now = Nodes(), 50.0
     monkeypatch.setattr("vescale_ray.controller.scaling.nodes.time.monotonic", lambda: now)
-    assert max(SHUN_S, LONGEST_SHUN_S) < min(Bounds().start, Bounds().replace), "who waits for a place there outlasts it"
-    for lasts in (SHUN_S, LONGEST_SHUN_S, LONGEST_SHUN_S, SHUN_S):
-        nodes.shun("a")
+    assert max(EXCLUDED_S, LONGEST_EXCLUDED_S) < min(Bounds().start, Bounds().replace), "who waits for a place there outlasts it"
+    for lasts in (EXCLUDED_S, LONGEST_EXCLUDED_S, LONGEST_EXCLUDED_S, EXCLUDED_S):
+        nodes.exclude("a")
         now += lasts - 1
         assert nodes.avoided == {"a"}
         now += 2
         assert nodes.avoided == frozenset()
-        if lasts == LONGEST_SHUN_S and nodes._shunned["a"][1] == 3:
+        if lasts == LONGEST_EXCLUDED_S and nodes._excluded["a"][1] == 3:
             now += FORGET_S
     for _ in range(2000):  # a month of it
-        nodes.shun("a")
-    now += LONGEST_SHUN_S + 1
+        nodes.exclude("a")
+    now += LONGEST_EXCLUDED_S + 1
     nodes._draining = {"b": float("inf")}
     assert nodes.avoided == {"b"}
 
@@ -370,7 +370,7 @@ class Cut:
         self.worker_group.on_the_way = [w for w in workers if w == "warming"]
 
     @property
-    def shunned(self) -> frozenset[str]:
+    def excluded(self) -> frozenset[str]:
         return self.stage.seen.avoided
 
     def acts(self) -> bool:
@@ -386,7 +386,7 @@ class Cut:
 
 
 @pytest.mark.fault("N4")
-def test_a_worker_that_is_cut_off_is_ended_and_its_node_shunned(tmp_path: Path) -> None:
+def test_a_worker_that_is_cut_off_is_ended_and_its_node_excluded(tmp_path: Path) -> None:
     cut = Cut(tmp_path, replace_lost=True)
     cut.beside("spare", "warming")
     moved: list[bool] = []
@@ -395,7 +395,7 @@ def test_a_worker_that_is_cut_off_is_ended_and_its_node_shunned(tmp_path: Path) 
     assert not cut.acts() and moved
     cut.detector.hangs.stalled = lambda members, now: True
     assert cut.acts() and len(moved) == 1
-    assert cut.shunned == {"n2"} and cut.worker_group.dismissed == ["spare"]
+    assert cut.excluded == {"n2"} and cut.worker_group.dismissed == ["spare"]
     (event,) = cut.stage.of("cut_off")
     assert event["workers"] == {"b": "its node (10.0.0.2) and 10.0.0.1 do not reach each other"} and event["unreached"] == {"n2": ["n1"]}
     assert set(cut.worker_group.ended) == {"b"} and not cut.acts(), "what follows from that is seen in a moment"
@@ -427,14 +427,14 @@ def test_cut_off_worker_is_kept_if_its_end_would_end_the_run(tmp_path: Path) -> 
     cut.beside("spare")
     assert cut.found is not None
     cut.found = replace(cut.found, lasts_s=1e6)
-    assert not cut.acts() and not cut.shunned
+    assert not cut.acts() and not cut.excluded
 
 
 def test_detector_ends_no_worker_if_most_of_a_run_is_cut_off(tmp_path: Path) -> None:
     cut = Cut(tmp_path, "abc", "bc", replace_lost=True)
     assert cut.found is not None
     cut.found = replace(cut.found, lasts_s=1e6)
-    assert not cut.acts() and not cut.acts() and not cut.shunned
+    assert not cut.acts() and not cut.acts() and not cut.excluded
     assert len(cut.stage.of("network_broken")) == 1, "told of once"
 
 
@@ -492,8 +492,8 @@ class Steered:
         self.stage = Stage(worker_group, folder, filled=True, state=RunState.RUNNING, config={"elastic_max_workers": 6})
         self.scaling = self.stage.executor.scaling
         self.connectivity = self.stage.executor.connectivity
-        self.wished: list[int] = []
-        worker_group.wish = self._wish  # type: ignore[method-assign]
+        self.requested: list[int] = []
+        worker_group.request_places = self._request_places  # type: ignore[method-assign]
 
     def admits(self, admit: Callable[[Sequence[str]], Admission]) -> None:
         self.connectivity.admit = lambda ready, members, network: admit(ready)
@@ -520,11 +520,11 @@ class Steered:
         return bool(do)
 
     def frees(self) -> None:
-        self.stage.executor.perform(self.scaling.free_hemmed(self.stage.seen.avoided, self.stage.seen))
+        self.stage.executor.perform(self.scaling.replace_overconstrained(self.stage.seen.avoided, self.stage.seen))
 
-    def _wish(self, count: int, avoid: Collection[str] = ()) -> None:
-        self.wished.append(count)
-        assert count == len(self.worker_group.places.wishes) and not avoid
+    def _request_places(self, count: int, avoid: Collection[str] = ()) -> None:
+        self.requested.append(count)
+        assert count == len(self.worker_group.places.requests) and not avoid
 
 
 def test_workers_run_the_probes_and_their_answers_are_used(tmp_path: Path) -> None:
@@ -550,14 +550,14 @@ def test_workers_run_the_probes_and_their_answers_are_used(tmp_path: Path) -> No
     assert found is not None and found.workers == {"b": "n-b"} and found.hosts == {"n-a": "host-a", "n-b": "host-b"}
 
 
-def test_refused_joiners_are_dismissed_and_the_node_shunned_once(tmp_path: Path) -> None:
+def test_refused_joiners_are_dismissed_and_the_node_excluded_once(tmp_path: Path) -> None:
     """After three refusals no more are hired."""
     table = Steered(tmp_path, "cde")
     scaling = table.scaling
     cut = CutOff({"c": "n2", "d": "n2"}, {"n2": ("n1",)}, {"n1": "10.0.0.1", "n2": "10.0.0.2"})
     table.admits(lambda ready: Admission((), cut))
     assert table.admitted("c", "d", "e") == [] and table.worker_group.dismissed == ["c", "d"]
-    assert table.stage.executor.nodes._shunned["n2"][1] == 1 and table.stage.seen.avoided == {"n2"}
+    assert table.stage.executor.nodes._excluded["n2"][1] == 1 and table.stage.seen.avoided == {"n2"}
     assert [(event["worker"], event["node"]) for event in table.stage.of("joiner_refused")] == [("c", "n2"), ("d", "n2")]
     assert scaling.untried == {"c", "d", "e"}, "and e is the last to be taken, should one be needed now"
     assert len(scaling.refusals) == len(scaling.hire_failures) == scaling.failed_hires == 1, "the node"
@@ -596,14 +596,14 @@ def test_worker_barred_from_a_restored_node_is_hired_anew(tmp_path: Path) -> Non
     table = Steered(tmp_path)
     worker_group = table.worker_group
     avoided: list[Any] = []
-    worker_group.hemmed = lambda nodes: ["new1", "new2"] if not nodes else []  # type: ignore[method-assign, assignment]
+    worker_group.overconstrained = lambda nodes: ["new1", "new2"] if not nodes else []  # type: ignore[method-assign, assignment]
     worker_group.hire = lambda nodes=(): avoided.append(nodes)  # type: ignore[method-assign, assignment]
-    table.stage.executor.nodes.shun("n2")
+    table.stage.executor.nodes.exclude("n2")
     table.frees()
-    assert not table.wished and not avoided, "nothing is asked while all are where they may be"
+    assert not table.requested and not avoided, "nothing is asked while all are where they may be"
     worker_group.now += 1e9
     table.frees()
-    assert len(table.wished) == 1 and not avoided, "of none it is known that it has no place"
+    assert len(table.requested) == 1 and not avoided, "of none it is known that it has no place"
     worker_group.places = Places((None,), frozenset({"new2", "new3"}))
     table.frees()
     assert worker_group.dismissed == ["new2"] and avoided == [frozenset()]
@@ -618,4 +618,4 @@ def test_unplaced_hire_of_an_earlier_controller_is_hired_anew(monkeypatch: pytes
     monkeypatch.setattr(worker_group, "_ask_supervisor", lambda method, epoch: {"w0": handle, "w1": handle})
     worker_group.adopt({"w0": WorkerInfo("w0", 1, 1, "n1", "host", "cpu", 1.0)})
     for avoided in ((), ("n2",)):
-        assert worker_group.hemmed(avoided) == ["w1"], "and w0 is warm"
+        assert worker_group.overconstrained(avoided) == ["w1"], "and w0 is warm"

@@ -899,7 +899,7 @@ def test_cut_off_node_is_reused_if_no_other_has_a_place(tmp_path: Path) -> None:
     worker_group = WorkerGroup(report("a", WorkerPhase.PARKED))
     stage = Stage(worker_group, tmp_path, replace_lost=True, min_workers=2)
     nodes = stage.executor.nodes
-    nodes.shun("n2")
+    nodes.exclude("n2")
     nodes._draining = {"n3": 1.0}
     freed: list[tuple[float, frozenset[str]]] = []
     hired: list[frozenset[str]] = []
@@ -908,11 +908,11 @@ def test_cut_off_node_is_reused_if_no_other_has_a_place(tmp_path: Path) -> None:
         hired.append(frozenset(avoid))
         worker_group.on_the_way.append("new")
 
-    def hemmed(avoid: Collection[str]) -> list[str]:
+    def overconstrained(avoid: Collection[str]) -> list[str]:
         freed.append((worker_group.now - BEGAN, frozenset(avoid)))
         return []
 
-    worker_group.hire, worker_group.hemmed = hire, hemmed  # type: ignore[method-assign]
+    worker_group.hire, worker_group.overconstrained = hire, overconstrained  # type: ignore[method-assign]
     worker_group.each_round = lambda passed: (
         worker_group.reports.update(new=report("new", WorkerPhase.IDLE)) if passed > 2 * PLACE_S else None
     )

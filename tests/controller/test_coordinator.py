@@ -46,9 +46,9 @@ def ended(committer: Committer) -> list[SaveResult]:
 
 def test_checkpoint_is_committed_only_after_the_last_vote(tmp_path: Path) -> None:
     committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {"at": step}, None)
-    committer.heed(vote(tmp_path, "t1", 0, 2, 5))
+    committer.take(vote(tmp_path, "t1", 0, 2, 5))
     assert committer.busy and not committer.results() and newest_kept(str(tmp_path)) is None
-    committer.heed(vote(tmp_path, "t1", 1, 2, 5))
+    committer.take(vote(tmp_path, "t1", 1, 2, 5))
     (result,) = ended(committer)
     assert result.error is None and result.kept == newest_kept(str(tmp_path)) and result.step == 5
     assert result.stages["upload"] == 1.5 and sum(result.stages.values()) == pytest.approx(result.seconds + result.stall_s)
@@ -121,7 +121,7 @@ def test_vanished_checkpoints_are_no_reason_to_begin_anew(tmp_path: Path) -> Non
     with pytest.raises(OSError, match="not mounted has no checkpoint any more, though there was one of step 40: is it mounted"):
         coordinator.newer("a")
     assert coordinator.newest() == CommittedCheckpoint("e4-s40", "/c/e4-s40", 40)
-    coordinator.distrust("one of long ago")
+    coordinator.mark_damaged("one of long ago")
     with pytest.raises(OSError, match="is it mounted"):
         coordinator.newer("a")
     log.stats.checkpoints.step = None
@@ -130,14 +130,14 @@ def test_vanished_checkpoints_are_no_reason_to_begin_anew(tmp_path: Path) -> Non
 
 def test_run_with_only_damaged_checkpoints_begins_anew(tmp_path: Path) -> None:
     committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
-    committer.heed(vote(tmp_path, "t1", 0, 1, 40))
+    committer.take(vote(tmp_path, "t1", 0, 1, 40))
     (result,) = ended(committer)
     assert result.kept is not None
     worker_group: Any = SimpleNamespace(alive=lambda w: True, report=lambda w: None)
     log, newest = log_of(40, result.kept.path)
     coordinator = CheckpointCoordinator(str(tmp_path), "run", worker_group, log, newest, None, None, 1.0, None)  # type: ignore[arg-type]
     assert source(worker_group, coordinator).commit == result.kept.name
-    coordinator.distrust(result.kept.name)
+    coordinator.mark_damaged(result.kept.name)
     assert coordinator.newest() is None and source(worker_group, coordinator).origin is Origin.FRESH, "its data is damaged"
     again = CheckpointCoordinator(str(tmp_path), "run", worker_group, log, newest, None, None, 1.0, None)  # type: ignore[arg-type]
     for piece in (tmp_path / "data").rglob("*"):
@@ -265,31 +265,31 @@ def test_votes_that_come_again_after_a_restart_change_nothing(tmp_path: Path) ->
     committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
     votes = [vote(tmp_path, "t1", rank, 2, 5) for rank in range(2)]
     for one in votes:
-        committer.heed(one)
+        committer.take(one)
     assert len(ended(committer)) == 1
     for one in votes:
-        committer.heed(one)
+        committer.take(one)
     known: Future[str | None] = Future()
     again = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, known)
     for one in votes:
-        again.heed(one)
+        again.take(one)
     assert again.busy and not again.results() and not again.committing("t1"), "a restarted controller asks the storage first"
     known.set_result("t1")
     assert not committer.busy and not again.busy and len(checkpoint.ls(tmp_path)) == 1
     # If the controller restarts before the commit is noted, the same votes make the same commit.
     third = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
     for one in votes:
-        third.heed(one)
+        third.take(one)
     assert ended(third)[0].error is None and len(checkpoint.ls(tmp_path)) == 1
     for step, failed in ((6, None), (7, RuntimeError("no such store"))):
         asked: Future[str | None] = Future()
         fourth = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, asked)
-        fourth.heed(vote(tmp_path, f"t{step}", 0, 2, step))
+        fourth.take(vote(tmp_path, f"t{step}", 0, 2, step))
         if failed is None:
             asked.set_result(None)
         else:
             asked.set_exception(failed)
-        fourth.heed(vote(tmp_path, f"t{step}", 1, 2, step))
+        fourth.take(vote(tmp_path, f"t{step}", 1, 2, step))
         (made,) = ended(fourth)
         assert made.error is None and made.step == step, "what came before the answer counts as well"
 
@@ -297,13 +297,13 @@ def test_votes_that_come_again_after_a_restart_change_nothing(tmp_path: Path) ->
 def test_failed_rank_fails_checkpoint_and_keeps_the_older_one(tmp_path: Path) -> None:
     committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
     for rank in range(2):
-        committer.heed(vote(tmp_path, "t1", rank, 2, 5))
+        committer.take(vote(tmp_path, "t1", rank, 2, 5))
     ended(committer)
-    committer.heed(vote(tmp_path, "t2", 0, 2, 6))
-    committer.heed(SavedShard(Ticket(1, 1), "t2", 6, 1, 1, 2, None, "No space left on device", 0.5))
+    committer.take(vote(tmp_path, "t2", 0, 2, 6))
+    committer.take(SavedShard(Ticket(1, 1), "t2", 6, 1, 1, 2, None, "No space left on device", 0.5))
     (result,) = ended(committer)
     assert result.kept is None and result.error == "rank 1: No space left on device"
-    committer.heed(vote(tmp_path, "t3", 0, 2, 7))
+    committer.take(vote(tmp_path, "t3", 0, 2, 7))
     (result,) = committer.abandon("a worker was lost")
     assert result.error == "a worker was lost" and not committer.busy
     kept = newest_kept(str(tmp_path))
@@ -313,9 +313,9 @@ def test_failed_rank_fails_checkpoint_and_keeps_the_older_one(tmp_path: Path) ->
 
 def test_a_failed_checkpoint_keeps_no_space_on_the_disk(tmp_path: Path) -> None:
     committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
-    committer.heed(vote(tmp_path, "t2", 0, 2, 6))
+    committer.take(vote(tmp_path, "t2", 0, 2, 6))
     assert (tmp_path / "data/t2").is_dir()
-    committer.heed(SavedShard(Ticket(1, 1), "t2", 6, 1, 1, 2, None, "No space left on device", 0.5))
+    committer.take(SavedShard(Ticket(1, 1), "t2", 6, 1, 1, 2, None, "No space left on device", 0.5))
     assert ended(committer)[0].error is not None
     committer.close()
     assert not (tmp_path / "data/t2").exists()
@@ -323,17 +323,17 @@ def test_a_failed_checkpoint_keeps_no_space_on_the_disk(tmp_path: Path) -> None:
 
 def test_missing_vote_or_hung_commit_fails_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None, 0.3)
-    committer.heed(vote(tmp_path, "t1", 1, 3, 5))
+    committer.take(vote(tmp_path, "t1", 1, 3, 5))
     (result,) = ended(committer)
     assert result.kept is None and result.error == "no vote from ranks [0, 2] for 0.3 s: given up" and not committer.busy
     gate = threading.Event()
     real = checkpoint.commit
     monkeypatch.setattr(checkpoint, "commit", lambda *a, **k: gate.wait(20) and real(*a, **k))
-    committer.heed(vote(tmp_path, "t2", 0, 1, 6))
+    committer.take(vote(tmp_path, "t2", 0, 1, 6))
     (result,) = ended(committer)
     assert result.error is not None and "no answer to its commit from" in result.error and not committer.busy
     gate.set()
-    committer.heed(vote(tmp_path, "t3", 0, 1, 7))
+    committer.take(vote(tmp_path, "t3", 0, 1, 7))
     assert ended(committer)[0].error is None, "a store that answers again is used again"
 
 
@@ -341,9 +341,9 @@ def test_checkpoint_duration_is_independent_of_host_clocks(tmp_path: Path, monke
     """The checkpoint interval is never less than the duration of a checkpoint. A clock that is a day ahead would make it a day."""
     real = time.time
     committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
-    committer.heed(vote(tmp_path, "t1", 0, 2, 5))
+    committer.take(vote(tmp_path, "t1", 0, 2, 5))
     monkeypatch.setattr(time, "time", lambda: real() + 86400)
-    committer.heed(vote(tmp_path, "t1", 1, 2, 5))
+    committer.take(vote(tmp_path, "t1", 1, 2, 5))
     (result,) = ended(committer)
     assert result.error is None and 1.5 <= result.seconds < 10
 
@@ -355,7 +355,7 @@ def test_retention_waits_until_the_newer_checkpoint_is_proven(tmp_path: Path) ->
     for step in (5, 6, 7):
         told = [vote(tmp_path, f"t{step}", rank, 2, step) for rank in range(2)]
         for one in told:
-            committer.heed(one)
+            committer.take(one)
         assert ended(committer)[0].error is None
         if step < 7:
             for given in (checkpoint.Vote.from_json(one.vote) for one in told if one.vote):
@@ -374,10 +374,10 @@ def test_retention_waits_until_the_newer_checkpoint_is_proven(tmp_path: Path) ->
 def test_late_vote_completes_a_begun_attempt_but_begins_none(tmp_path: Path) -> None:
     """Votes have epoch 1. An attempt with a vote before the fence may still be completed; an attempt that begins later never would be."""
     committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
-    committer.heed(vote(tmp_path, "t1", 0, 2, 5))
+    committer.take(vote(tmp_path, "t1", 0, 2, 5))
     committer.fence(2)
-    committer.heed(vote(tmp_path, "t2", 0, 2, 6))
-    committer.heed(vote(tmp_path, "t1", 1, 2, 5))
+    committer.take(vote(tmp_path, "t2", 0, 2, 6))
+    committer.take(vote(tmp_path, "t1", 1, 2, 5))
     (result,) = ended(committer)
     assert result.kept is not None and result.kept.step == 5 and not committer.busy
 
@@ -385,8 +385,8 @@ def test_late_vote_completes_a_begun_attempt_but_begins_none(tmp_path: Path) -> 
 def test_an_attempt_that_a_later_one_has_overtaken_is_given_up(tmp_path: Path) -> None:
     """The missing vote went to a controller that no longer exists. Workers vote in order, so it will not come again."""
     committer = Committer(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
-    committer.heed(vote(tmp_path, "t1", 0, 2, 5))
+    committer.take(vote(tmp_path, "t1", 0, 2, 5))
     for rank in (0, 1):
-        committer.heed(vote(tmp_path, "t2", rank, 2, 6))
+        committer.take(vote(tmp_path, "t2", rank, 2, 6))
     results = ended(committer)
     assert [(r.step, r.error) for r in results] == [(6, None), (5, "a later one was complete before it")] and not committer.busy

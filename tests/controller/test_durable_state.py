@@ -142,7 +142,7 @@ def begun_again(
         self._known.set()
 
     if not conducts:
-        monkeypatch.setattr(controller.Controller, "_conduct", conduct)
+        monkeypatch.setattr(controller.Controller, "_run_loop", conduct)
     monkeypatch.setattr(controller, "FOLDER_S", 0.3)
     monkeypatch.setattr(controller, "TELL_S", 0.5)
     monkeypatch.setattr(controller, "ASK_GAP_S", 0.05)

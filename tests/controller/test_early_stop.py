@@ -29,12 +29,12 @@ def commands_of(run: Recorded) -> Commands:
 def stopped_after(run: Recorded, losses: dict[int, float]) -> tuple[int | None, str | None]:
     """The step whose evaluation stops the run, and the reason."""
     commands = commands_of(run)
-    commands.heed()
+    commands.carry_out()
     for step, loss in losses.items():
         if commands.stop is None:
             run.log.record("evaluation", loss=loss, bpb=loss, samples=13, step=step)
-            commands.heed()
-            commands.heed()
+            commands.carry_out()
+            commands.carry_out()
             if commands.stop is not None:
                 return step, commands.stop
     return None, commands.stop
@@ -75,7 +75,7 @@ def test_early_stop_goes_by_the_loss_of_a_named_set(tmp_path: Path) -> None:
     for step, loss in enumerate([3.0, 2.0, 2.5, 2.1]):
         assert commands.stop is None
         run.log.record("evaluation", loss=NAN, samples=0, sets={"wiki": {"loss": loss, "samples": 4}}, step=10 * step)
-        commands.heed()
+        commands.carry_out()
     assert commands.stop == "early stop: no wiki_loss of the last 2 evaluations is better than that of step 10 (2.0000)"
 
 
@@ -85,7 +85,7 @@ def test_restarted_controller_counts_all_evaluations(tmp_path: Path) -> None:
     assert stopped_after(run, {0: 5.0, 10: 4.0, 20: 4.1}) == (None, None)
     run.log.record("evaluation", loss=4.2, bpb=1.0, samples=13, step=30)
     again = commands_of(run.restarted(None))
-    again.heed()
+    again.carry_out()
     assert again.stop is not None and "better than that of step 10 (4.0000)" in again.stop
 
 

@@ -28,7 +28,7 @@ class Scene:
     elastic: dict[str, Any] = field(default_factory=dict)
     complete: bool = True
     silent: Sequence[str] = ()
-    doomed: Sequence[str] = ()
+    ending: Sequence[str] = ()
     spares: int = 0
     last: float | None = 0.5
     longest: float = 0.5
@@ -38,7 +38,7 @@ class Scene:
 
     def late(self, since: float, inside: str = "c", out: str = "ab", policy: ExitDeadlines | None = None) -> dict[str, str]:
         spares = [f"s{i}" for i in range(self.spares)]
-        workers = SimpleNamespace(report=lambda w: self.report, doomed=self.doomed.__contains__, ready=lambda: spares)
+        workers = SimpleNamespace(report=lambda w: self.report, ending=self.ending.__contains__, ready=lambda: spares)
         workers.silent = lambda seconds: self.silent
         stats = SimpleNamespace(steps=SimpleNamespace(last_seconds=self.last, longest=self.longest))
         seen: Any = SimpleNamespace(workers=workers, stats=stats, outside=lambda members: spares)
@@ -52,8 +52,8 @@ class Scene:
         return at
 
 
-def report(phase: WorkerPhase, waiting: bool = False, unhurried: bool = False) -> WorkerReport:
-    return WorkerReport("c", Ticket(3, 1), phase, STEP, (), (), None, 0, waiting=waiting, unhurried=unhurried)
+def report(phase: WorkerPhase, waiting: bool = False, in_long_work: bool = False) -> WorkerReport:
+    return WorkerReport("c", Ticket(3, 1), phase, STEP, (), (), None, 0, waiting=waiting, in_long_work=in_long_work)
 
 
 AFTER = 0.1
@@ -71,14 +71,14 @@ def test_computing_or_silent_worker_has_the_step_bound_to_exit() -> None:
 
 def test_copying_worker_gets_the_collective_bound_unless_silent() -> None:
     """Copies of one size take a different time on each machine, so the others may have been out for long."""
-    copies = report(WorkerPhase.TRAINING, unhurried=True)
+    copies = report(WorkerPhase.TRAINING, in_long_work=True)
     assert Scene(copies).ended() == pytest.approx(COLLECTIVE_S + PARK_S + AFTER)
     assert Scene(copies, {"replace_lost": True}).ended() == pytest.approx(COLLECTIVE_S + PARK_S + AFTER), "it does not wait for a rank"
     assert Scene(copies, silent=["c"]).ended() == pytest.approx(PARK_S + AFTER)
 
 
 def test_saving_worker_gets_the_save_bound_and_is_ended_once() -> None:
-    assert Scene(report(WorkerPhase.TRAINING), doomed=["c"]).ended() == float("inf")
+    assert Scene(report(WorkerPhase.TRAINING), ending=["c"]).ended() == float("inf")
     for silent in ([], ["c"]):
         scene = Scene(report(WorkerPhase.SAVING), silent=silent)
         assert not scene.late(Bounds().save) and scene.late(Bounds().save + AFTER)
@@ -122,7 +122,7 @@ def test_survivors_that_all_compute_are_not_taken_for_hung() -> None:
     assert Scene(WAITS).ended("abc", "") == patient and Scene(None).ended("abc", "") == early, "nobody has answered anything"
     # A silent worker hangs, and the others may still compute. A worker that is ended already says nothing about them.
     assert set(Scene(report(WorkerPhase.TRAINING), silent=["b"]).late(PARK_S + AFTER, "abc", "")) == {"b"}
-    assert Scene(report(WorkerPhase.TRAINING), silent=["b"], doomed=["b"]).ended("abc", "") == patient
+    assert Scene(report(WorkerPhase.TRAINING), silent=["b"], ending=["b"]).ended("abc", "") == patient
 
 
 def test_first_exit_restarts_the_deadline_of_the_others() -> None:

@@ -68,7 +68,7 @@ class Play:
                 self.starved_s[worker] += 0.8 * tick * (act == "starved")
                 if act != "silent":
                     figures: Any = {"completed": self.completed, "beats": self.beats[worker], "starved_s": self.starved_s[worker]}
-                    how: Any = {"ticket": self.ticket, "phase": phase, "waiting": act == "waits", "unhurried": act == "copies"}
+                    how: Any = {"ticket": self.ticket, "phase": phase, "waiting": act == "waits", "in_long_work": act == "copies"}
                     self.watch.heard(replace(IDLE, worker=worker, **figures, **how), self.now)
             hung = dict(self.watch.verdict(self.members, self.now))
             if hung:

@@ -244,7 +244,7 @@ def test_a_hire_waits_for_the_ends_of_lost_workers(monkeypatch: pytest.MonkeyPat
     for worker in ("a", "b"):
         group._enroll(worker, SimpleNamespace(lifeline=call, poll=call), info(worker))
     for member in list(group.members.values()):
-        group._bury(member, "its process died", Cause.KILLED)
+        group._remove_lost(member, "its process died", Cause.KILLED)
         group.hire(("n",))
     done.append("end of a: True")
     done.append("end of b: True")

@@ -118,7 +118,7 @@ def test_worker_and_wish_avoid_the_excluded_nodes(supervisor: Any, store: Store,
     monkeypatch.setattr(subject, "_node_of", lambda group: None)
     supervisor.hire()
     supervisor.hire(("n2", "n1"))
-    supervisor.wish(1, ("n3",))
+    supervisor.request_places(1, ("n3",))
     assert store.selectors == [None, [{"ray.io/node-id": "!in(n1, n2)"}], [{"ray.io/node-id": "!in(n3)"}]]
 
 
@@ -275,7 +275,7 @@ def test_loss_of_a_whole_rack_takes_the_time_of_one_node(monkeypatch: pytest.Mon
     """If the controller waits a second for each worker in turn, all workers that are left wait, too."""
     rack = Rack(monkeypatch)
     rack.worker_group.kill({"w0": "hung", "w1": "hung", "w2": "hung"})
-    assert rack.now <= 1.0 and all(rack.worker_group.doomed(worker) for worker in ("w0", "w1", "w2"))
+    assert rack.now <= 1.0 and all(rack.worker_group.ending(worker) for worker in ("w0", "w1", "w2"))
     assert {one.cause for one in rack.worker_group.pump(0.0) if isinstance(one, Lost)} == {Cause.NODE}
     rack.lost = {"lifeline 3", "lifeline 4", "lifeline 5"}
     assert sorted(one.worker for one in rack.worker_group.pump(0.0) if isinstance(one, Lost)) == ["w3", "w4", "w5"]

@@ -113,7 +113,7 @@ def test_a_stop_waits_for_its_checkpoint_and_begins_nothing_else(tmp_path: Path)
     """If the job's grace is over before the checkpoint, nothing was given up for it: the newest checkpoint is the one before."""
     stage = training(tmp_path)
     state, do = stage.loop.transition(states.Recovering(Ending(("a", "b"))), replace(stage.seen, stop="ray job stop"))
-    assert do == [actions.Wish(None), actions.Enter(RunState.STOPPING)]
+    assert do == [actions.RequestPlaces(None), actions.Enter(RunState.STOPPING)]
     save = actions.SaveParked(("a", "b"))
     assert stage.step(state) == (state, [save]) == stage.step(state)
     kept = SaveResult("r-h8-s40", 40, 8, 1.0, CommittedCheckpoint("c40", "/c40", 40))
@@ -189,8 +189,8 @@ def test_run_gives_up_a_place_that_another_job_has_taken(tmp_path: Path) -> None
     group.age = lambda worker: PLACE_S + 1.0  # type: ignore[method-assign]
     _, do = stage.step(states.Running(stage.world))
     about = {"from": 2, "to": 3, "error": "no place or not warm after 11 s"}
-    wish, *do = do
-    assert isinstance(wish, actions.Wish) and do[:3] == [
+    request, *do = do
+    assert isinstance(request, actions.RequestPlaces) and do[:3] == [
         actions.Dismiss("new1"),
         Event("rescale_abandoned", about),
         actions.Note({"target": 2, "reason": "growth"}, write=True),

@@ -210,7 +210,7 @@ class _Stuck:
 def test_cut_aborts_each_held_communicator_once_in_background() -> None:
     stuck, broken, gone, lines = _Stuck(), _Stuck(broken=True), _Stuck(), Connections()
     lines.hold(gone)
-    lines.let_go()
+    lines.abandon()
     for one in (broken, stuck):
         lines.hold(one)
     begin = time.perf_counter()

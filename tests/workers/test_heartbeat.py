@@ -197,9 +197,9 @@ def test_thread_reports_compiling_only_while_it_compiles():
     looker.join()
     assert seen[0].compiling and not seen[0].waiting
     assert not while_it_runs(lambda: compiled(torch.ones(3)), 0.2).compiling
-    with heartbeat.without_hurry():
-        assert heartbeat.unhurried
-    assert not heartbeat.unhurried
+    with heartbeat.long_work():
+        assert heartbeat.in_long_work
+    assert not heartbeat.in_long_work
 
 
 def _until(condition):

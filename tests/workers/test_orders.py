@@ -44,7 +44,7 @@ def state() -> WorkerState:
 
 def resources(**given: Any) -> Any:
     """Resources of a worker whose snapshots and writer do nothing, but for those ``given``."""
-    nothing = SimpleNamespace(held=tuple, copied=lambda: None, let_go=lambda: None, verify=lambda: None)
+    nothing = SimpleNamespace(held=tuple, copied=lambda: None, abandon=lambda: None, verify=lambda: None)
     made = {
         "config": SimpleNamespace(
             elastic=SimpleNamespace(collective_timeout_s=30.0), train=SimpleNamespace(steps=5), grid=partial(RankGrid, 1)
@@ -242,8 +242,8 @@ def test_own_copy_is_unhurried_and_wait_for_a_buddys_copy_is_not(state: WorkerSt
     seen: list[tuple[str, bool]] = []
     has: Any = resources(
         snapshots=SimpleNamespace(
-            copied=lambda: seen.append(("copied", has.heartbeat.unhurried)),
-            settle=lambda: seen.append(("settled", has.heartbeat.unhurried)),
+            copied=lambda: seen.append(("copied", has.heartbeat.in_long_work)),
+            settle=lambda: seen.append(("settled", has.heartbeat.in_long_work)),
         )
     )
     Membership(join(5), has, state).settle_copies()
@@ -367,18 +367,18 @@ def test_copy_verification_after_a_failure_is_unhurried(state: WorkerState, monk
     seen: list[tuple[str, bool]] = []
 
     def note(what: str) -> Callable[[], None]:
-        return lambda: seen.append((what, has.heartbeat.unhurried))
+        return lambda: seen.append((what, has.heartbeat.in_long_work))
 
     def fail(self: Membership) -> WorkerPhase:
         raise GroupFailed("a peer is gone")
 
-    has = resources(snapshots=SimpleNamespace(copied=note("copied"), let_go=note("let go"), verify=note("verified"), held=tuple))
+    has = resources(snapshots=SimpleNamespace(copied=note("copied"), abandon=note("abandoned"), verify=note("verified"), held=tuple))
     monkeypatch.setattr(Membership, "train", fail)
     Membership(join(5), has, state).run()
-    assert seen == [("copied", True), ("let go", False), ("verified", True)]
+    assert seen == [("copied", True), ("abandoned", False), ("verified", True)]
     report = state.report(0, None, 0.0, tuple)
     assert report.phase is WorkerPhase.PARKED and report.fault is not None and report.fault.kind is FaultKind.PEER
-    assert not has.heartbeat.unhurried
+    assert not has.heartbeat.in_long_work
 
 
 @pytest.mark.parametrize("slow", [True, False])

@@ -15,31 +15,31 @@ import pytest
 
 from tests.controller import hosts
 from vescale_ray.workers.network import reachability
-from vescale_ray.workers.network.reachability import AT_ONCE, GLOO, Door, choose_interface, group_address, unreached
+from vescale_ray.workers.network.reachability import AT_ONCE, GLOO, ProbePort, choose_interface, group_address, unreached
 
 CLOSED = socket.socket()
 CLOSED.bind(("127.0.0.1", 0))
 """A bound socket that does not listen, so that no other process takes its port."""
 
 
-def test_refused_connection_or_missing_door_is_not_unreached() -> None:
-    doors = {f"w{i}": Door("127.0.0.1").address for i in range(3)}
+def test_refused_connection_or_missing_port_is_not_unreached() -> None:
+    ports = {f"w{i}": ProbePort("127.0.0.1").address for i in range(3)}
     refused = f"127.0.0.1:{CLOSED.getsockname()[1]}"
-    assert unreached({**doors, "closed": refused, "doorless": ""}, 1.0) == ()
+    assert unreached({**ports, "closed": refused, "portless": ""}, 1.0) == ()
     assert unreached({}, 1.0) == ()
 
 
-def test_a_door_is_reached_again_and_again_and_by_many_at_once() -> None:
-    door = Door("127.0.0.1").address
+def test_a_probe_port_is_reached_again_and_again_and_by_many_at_once() -> None:
+    port = ProbePort("127.0.0.1").address
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        assert unreached({f"w{i}": door for i in range(2 * AT_ONCE + 5)}, 5.0) == ()
+        assert unreached({f"w{i}": port for i in range(2 * AT_ONCE + 5)}, 5.0) == ()
     assert len(os.listdir("/proc/self/fd")) <= before + 2
 
 
 def test_busy_process_finds_no_answering_worker_unreached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beginning two hundred connections took five seconds, so the time was over before the first one was checked."""
-    door, real = Door("127.0.0.1").address, socket.socket.connect_ex
+    port, real = ProbePort("127.0.0.1").address, socket.socket.connect_ex
 
     class Slow(socket.socket):
         def connect_ex(self, address: Any) -> int:
@@ -47,7 +47,7 @@ def test_busy_process_finds_no_answering_worker_unreached(monkeypatch: pytest.Mo
             return real(self, address)
 
     monkeypatch.setattr(reachability.socket, "socket", Slow)
-    assert unreached({f"w{i}": door for i in range(20)}, 0.1) == ()
+    assert unreached({f"w{i}": port for i in range(20)}, 0.1) == ()
     monkeypatch.undo()
 
     class Late(reachability.selectors.DefaultSelector):  # type: ignore[misc, valid-type]
@@ -58,7 +58,7 @@ def test_busy_process_finds_no_answering_worker_unreached(monkeypatch: pytest.Mo
             return super().select(timeout)
 
     monkeypatch.setattr(reachability.selectors, "DefaultSelector", Late)
-    assert unreached({f"w{i}": door for i in range(20)}, 0.1) == ()
+    assert unreached({f"w{i}": port for i in range(20)}, 0.1) == ()
 
 
 def test_stopped_process_is_reached_and_full_queue_is_not(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_stopped_process_is_reached_and_full_queue_is_not(tmp_path: Path) -> Non
         line.connect_ex(listens.getsockname())
         held.append(line)
     began = time.monotonic()
-    assert unreached({"full": address, "fine": Door("127.0.0.1").address}, 0.5) == ("full",)
+    assert unreached({"full": address, "fine": ProbePort("127.0.0.1").address}, 0.5) == ("full",)
     assert 0.4 < time.monotonic() - began < 2.0, "no longer than it was to wait"
 
 
@@ -138,6 +138,6 @@ def test_gloo_uses_the_node_address_if_the_hostname_misleads(
     assert group_address("10.9.0.7") == "fe80::1"
 
 
-def test_door_without_a_port_has_no_address_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    assert Door("203.0.113.1").address == ""
+def test_host_without_a_port_has_no_address_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    assert ProbePort("203.0.113.1").address == ""
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "cannot check" in caplog.text

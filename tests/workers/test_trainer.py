@@ -228,7 +228,7 @@ def test_repeated_stepless_generations_use_no_more_memory(tmp_path: Path) -> Non
             assert {(1, 2), (1, 3), (generation, 3)} <= {(one.generation, one.step) for one in snapshots.held()}
             trainer.close()
         finally:
-            snapshots.let_go()
+            snapshots.abandon()
             process_groups.dissolve()
     assert taken[2:] == taken[2:3] * 5 and taken[2] <= 2 * taken[0], taken
 
@@ -284,7 +284,7 @@ def test_slow_copy_still_holds_the_values_of_its_step(tmp_path: Path, monkeypatc
         with pytest.raises(MemoryError, match="no room"):
             trainer.step(settle=snapshots.settle)
         assert trainer.completed == 3, "the step was not done"
-        snapshots.let_go()
+        snapshots.abandon()
         assert {one.step for one in snapshots.held()} == {2}
         assert same(values(snapshots.shards(1, 2)[0].pieces), after_two)
         snapshots.clear()

@@ -345,7 +345,7 @@ def lose_the_group(state: State) -> None:
     """Dissolve the group as if a rank were lost before the generation's first step is complete."""
     _end_the_move(state)
     state.pop("trainer").close()
-    state["snapshots"].let_go()
+    state["snapshots"].abandon()
     process_groups.dissolve()
     state["snapshots"].verify()
 
@@ -448,7 +448,7 @@ def train_or_fail(state: State, until: int, kill_at: tuple[int, float] | None) -
         failure = str(error)
     if failure:
         state.pop("trainer").close()
-        state["snapshots"].let_go()
+        state["snapshots"].abandon()
         _end_the_move(state)
         process_groups.dissolve()
         state["snapshots"].verify()

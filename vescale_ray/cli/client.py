@@ -33,7 +33,7 @@ class RunNotAlive(RuntimeError):
         owner = None if final else folder.owner()
         self.elsewhere = None if final else elsewhere
         self.again = owner is not None and self.elsewhere is None
-        super().__init__(_unreached(folder, self.elsewhere) if self.elsewhere else _obituary(folder, owner))
+        super().__init__(_unreached(folder, self.elsewhere) if self.elsewhere else _why_not_alive(folder, owner))
 
 
 class Readable(Protocol):
@@ -125,7 +125,7 @@ def _unreached(folder: RunFolder, host: str) -> str:
     )
 
 
-def _obituary(folder: RunFolder, owner: str | None) -> str:
+def _why_not_alive(folder: RunFolder, owner: str | None) -> str:
     state = folder.read_state()
     if owner is not None:
         return f"{folder.path}: its controller does not answer now, but its driver lives (process {owner}) and starts it; ask again"

@@ -201,13 +201,13 @@ class RaggedShard(Placement):
             f"{_ON_BASE_DTENSOR}"
         )
 
-    def _loud(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def _refused(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(f"can't use {self!s} here. {_ON_BASE_DTENSOR}")
 
     # torch.distributed.tensor cuts, joins and reduces a Shard by these names.
-    _split_tensor = _shard_tensor = _select_split_tensor = _loud
-    _to_replicate_tensor = _replicate_to_shard = _reduce_shard_tensor = _to_new_shard_dim = _loud
-    _local_shard_size_and_offset = local_shard_size_and_offset = _make_shard_tensor = _loud
+    _split_tensor = _shard_tensor = _select_split_tensor = _refused
+    _to_replicate_tensor = _replicate_to_shard = _reduce_shard_tensor = _to_new_shard_dim = _refused
+    _local_shard_size_and_offset = local_shard_size_and_offset = _make_shard_tensor = _refused
 
 
 @lru_cache(maxsize=65536)

@@ -159,7 +159,7 @@ def summarize(run: RunFolder | str | Path) -> Summary:
         heldout_unit="bits per byte" if key == "bpb" else "nats per token",
         tokens=done * config.tokens_per_step,
         tokens_per_second=trained / sum(seconds) if sum(seconds) > 0 and not _is_long(folder) else None,
-        events=tuple(_story(events)),
+        events=tuple(_timeline(events)),
         processes=_processes(events),
         accounting=count,
         goodput=state.get("goodput"),
@@ -367,7 +367,7 @@ def _undone(lines: Sequence[Record]) -> Iterator[list[Record]]:
         kept.append(line)
 
 
-def _story(events: Sequence[Record]) -> Iterator[tuple[float, int | None, str, float | None]]:
+def _timeline(events: Sequence[Record]) -> Iterator[tuple[float, int | None, str, float | None]]:
     begin = float(events[0]["time"]) if events else 0.0
     for event in events:
         # Workers and evaluations have separate rows in the table; completions are many.

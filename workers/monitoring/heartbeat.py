@@ -62,8 +62,8 @@ class Heartbeat:
     """Heartbeats of the thread that creates this object. Only that thread calls ``beat``; other threads call everything else."""
 
     def __init__(self) -> None:
-        self.unhurried = False
-        """True if the thread is inside :meth:`without_hurry`."""
+        self.in_long_work = False
+        """True if the thread is inside :meth:`long_work`."""
         self._thread = threading.get_ident()
         self._beats = -passed(self._thread)
         self.native = threading.get_native_id()
@@ -82,13 +82,13 @@ class Heartbeat:
         return starved_s(os.getpid(), self.native)
 
     @contextmanager
-    def without_hurry(self) -> Iterator[None]:
+    def long_work(self) -> Iterator[None]:
         """Mark work that may take longer than any step, here or on another rank, such as a copy of all shards."""
-        self.unhurried = True
+        self.in_long_work = True
         try:
             yield
         finally:
-            self.unhurried = False
+            self.in_long_work = False
 
     def collective(self) -> str:
         """Return the collective in which the thread waits: operation, subject, size and number of ranks. Empty if it waits in none."""

@@ -69,7 +69,7 @@ class StepProfiler:
             yield
             return
         if self._begun is None and rank in window.ranks and window.step <= number <= window.last:
-            with self._heartbeat.without_hurry():
+            with self._heartbeat.long_work():
                 self._begin(number, rank, ticket)
         if self._begun is None:
             yield
@@ -86,13 +86,13 @@ class StepProfiler:
         """End the profile, if there is one. No operation of a process group may be under way."""
         if self._begun is not None:
             begun, self._begun = self._begun, None
-            with self._heartbeat.without_hurry():
+            with self._heartbeat.long_work():
                 self._end(begun)
 
     def finish(self, wait_s: float) -> None:
         """Wait for the files of profiles that have ended."""
         if self._writer is not None:
-            with self._heartbeat.without_hurry():
+            with self._heartbeat.long_work():
                 self._writer.join(wait_s)
 
     def _begin(self, number: int, rank: int, ticket: Ticket) -> None:

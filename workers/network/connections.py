@@ -100,7 +100,7 @@ class Connections:
         with self._lock:
             self._held = (*self._held, communicator)
 
-    def let_go(self) -> None:
+    def abandon(self) -> None:
         """Forget the communicators: the caller is about to dissolve the group, which ends them."""
         with self._lock:
             self._held = ()
@@ -151,7 +151,7 @@ def _break(descriptor: int, name: str, ranks: int, forming: bool) -> bool:
             return False
         with socket.socket(fileno=os.dup(copy)) as end:
             if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                _come_and_go(end, ranks)  # if the listening socket broke, gloo would end the process
+                _connect_and_close(end, ranks)  # if the listening socket broke, gloo would end the process
                 return False
             if not forming:
                 end.getpeername()  # raises if there is no connection; while forming, new connections are broken too
@@ -163,7 +163,7 @@ def _break(descriptor: int, name: str, ranks: int, forming: bool) -> bool:
         os.close(copy)
 
 
-def _come_and_go(end: socket.socket, ranks: int) -> None:
+def _connect_and_close(end: socket.socket, ranks: int) -> None:
     """Connect to ``end`` once as each of ``ranks`` ranks, and close again."""
     for number in range(ranks):
         with socket.socket(end.family) as caller:

@@ -60,7 +60,7 @@ def _named() -> str | None:
         return None
 
 
-class Door:
+class ProbePort:
     """Probe port on ``host``, open for the life of the process.
 
     Attributes:
@@ -76,7 +76,7 @@ class Door:
             _log.warning("no probe port on %s (%s): the run cannot check whether others reach this worker", host, error.strerror)
             return
         self.address = f"{host}:{self._socket.getsockname()[1]}"
-        threading.Thread(target=self._answer, name="vescale-door", daemon=True).start()
+        threading.Thread(target=self._answer, name="vescale-probe-port", daemon=True).start()
 
     def _answer(self) -> None:
         while True:

@@ -1,6 +1,6 @@
-"""The copies that one rank holds in one generation, and the exchange that makes them: one message to its buddy, one from its ward.
+"""The copies that one rank holds in one generation, and the exchange that makes them: one message to its buddy, one from its source.
 
-The ward is the rank whose copies this one keeps. A thread copies and sends while the next step computes. If replicas on other nodes hold
+The source is the rank whose copies this one keeps. A thread copies and sends while the next step computes. If replicas on other nodes hold
 the same shards (HSDP), nothing is sent: each rank's own copy is the copy of its replicas' shards.
 """
 
@@ -47,12 +47,12 @@ class GenerationCopies:
         lines, strips = zip(*(word.split(b"\n") for word in words), strict=True)
         nodes = [json.loads(line) for line in lines]
         self._exchanges = grid.size > 1 and not replicas_suffice(nodes, grid)
-        """True if the rank sends its copy to a buddy, and keeps its ward's."""
+        """True if the rank sends its copy to a buddy, and keeps its source's."""
         to = buddies(nodes)
         self._buddy = to[rank]
-        self._ward = to.index(rank)
-        self._ward_shard = grid.shard_of(self._ward)
-        self._strips = strips[rank], strips[self._ward]
+        self._source = to.index(rank)
+        self._source_shard = grid.shard_of(self._source)
+        self._strips = strips[rank], strips[self._source]
         self._planned: tuple[CopyPlan, CopyPlan] | None = None
         self._slots: list[_Slot] = []
         """At most two. The second one is made for the second copy, when the buffers of the generation before are free. If it were made in
@@ -91,8 +91,8 @@ class GenerationCopies:
         own.step = exchange.step
 
     def _send(self, exchange: _Exchange) -> np.ndarray:
-        """Send the copy, then its checksums once they are known, and post receives of the ward's. The ward is the rank whose copy this one
-        keeps."""
+        """Send the copy, then its checksums once they are known, and post receives of the source's. The source is the rank whose copy this
+        one keeps."""
         own, theirs = exchange.slot.own, exchange.slot.theirs
         assert own.copied is not None
         own.copied.result()  # already done; raises if the copy failed
@@ -103,8 +103,8 @@ class GenerationCopies:
         exchange.sums = torch.empty(theirs.blocks, dtype=torch.int64)
         if theirs.data.numel():
             exchange.receives = [
-                _post(dist.irecv, theirs.data, self._ward, SHARDS_TAG),
-                _post(dist.irecv, exchange.sums, self._ward, SUMS_TAG),
+                _post(dist.irecv, theirs.data, self._source, SHARDS_TAG),
+                _post(dist.irecv, exchange.sums, self._source, SUMS_TAG),
             ]
         exchange.awaited = True
         if own.data.numel():
@@ -129,7 +129,7 @@ class GenerationCopies:
                 exchange.received()
         self.pending = []
 
-    def let_go(self) -> None:
+    def abandon(self) -> None:
         """Abandon the exchange: keep the complete copies, and release the process group."""
         for exchange in self.pending:
             own = exchange.slot.own
@@ -174,7 +174,7 @@ class GenerationCopies:
 
     def _copies(self) -> list[tuple[int, _Slot, MemoryCopy]]:
         own = [(self.shard, slot, slot.own) for slot in self._slots]
-        return [*own, *((self._ward_shard, slot, slot.theirs) for slot in self._slots)] if self._exchanges else own
+        return [*own, *((self._source_shard, slot, slot.theirs) for slot in self._slots)] if self._exchanges else own
 
     def verify(self, step: int | None = None) -> None:
         """Compare the copies (of ``step``) not yet verified with their checksums, and drop the damaged ones."""
@@ -211,7 +211,7 @@ class _Exchange:
     sends: list[Any] = field(default_factory=list)
     receives: list[Any] = field(default_factory=list)
     awaited: bool = False
-    """True if all receives are posted. ``receives`` stays empty if the ward owns nothing."""
+    """True if all receives are posted. ``receives`` stays empty if the source owns nothing."""
     own_sums: Tensor | None = None
     since: int = field(default_factory=abortable_waits.mark)
 

@@ -210,11 +210,11 @@ class Snapshots:
         if part is None or (live.rank, live.step) not in part.complete():
             self._parked = live
 
-    def let_go(self) -> None:
+    def abandon(self) -> None:
         """Abandon the rest of an exchange, since it holds the process group, which is about to be dissolved. Takes milliseconds after
         :meth:`copied`."""
         if self._current is not None:
-            self._current.let_go()
+            self._current.abandon()
 
     def verify(self) -> None:
         """Compare every copy with its checksums and drop the damaged ones. Call it after a failure, before copies are used."""

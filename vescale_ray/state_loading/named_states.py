@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale_ray.states.new_states import OF_SCHEDULERS, canonical
+from vescale_ray.state_loading.new_states import OF_SCHEDULERS, canonical
 
 OF_THE_MODEL = frozenset({"params", "param_names"})
 """Keys of a param group that are no hyperparameters."""

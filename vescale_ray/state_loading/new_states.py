@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.dtensor.beside import zeros_beside
-from vescale_ray.states.full_state import FullTensor
+from vescale_ray.state_loading.full_state import FullTensor
 
 OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 """Hyperparameters that learning rate schedulers add to an optimizer's."""
