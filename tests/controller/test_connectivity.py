@@ -550,7 +550,7 @@ def test_workers_run_the_probes_and_their_answers_are_used(tmp_path: Path) -> No
     assert found is not None and found.workers == {"b": "n-b"} and found.hosts == {"n-a": "host-a", "n-b": "host-b"}
 
 
-def test_refused_joiners_are_dismissed_and_the_node_excluded_once(tmp_path: Path) -> None:
+def test_refused_joiners_go_and_their_node_is_excluded_once(tmp_path: Path) -> None:
     """After three refusals no more are hired."""
     table = Steered(tmp_path, "cde")
     scaling = table.scaling

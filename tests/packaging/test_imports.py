@@ -28,7 +28,7 @@ LAYERS: list[set[str]] = [
         "lr_schedule",
         "checkpoint",
         "state_dict",
-        "states",
+        "state_loading",
     },
     {"optim"},
     {"reporting", "k8s"},

@@ -29,7 +29,7 @@ def test_refused_connection_or_missing_port_is_not_unreached() -> None:
     assert unreached({}, 1.0) == ()
 
 
-def test_a_probe_port_is_reached_again_and_again_and_by_many_at_once() -> None:
+def test_a_probe_port_answers_again_and_again_and_many_at_once() -> None:
     port = ProbePort("127.0.0.1").address
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
