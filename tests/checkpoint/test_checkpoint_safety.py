@@ -8,7 +8,6 @@ import copy
 import hashlib
 import json
 import random
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import xxhash
 
 from tests.checkpoint.checkpoint_support import adam_like, assert_equals, bits, random_layout, save_in_process
 from tests.checkpoint.test_checkpoint_state import Net, adam, same_module, train
+from tests.resident import peak_growth
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.format.manifest_codec import decode
 from vescale_ray.checkpoint.format.manifest_fields import ManifestError
@@ -134,27 +134,19 @@ def test_mutated_sealed_manifest_is_refused_or_equivalent(saved, seed):
     rng = random.Random(seed)
     outcomes = {"refused": 0, "read": 0, "other": 0}
     changes = 60 if seed == 0 else 1000
-    if seed == 0:
-        tracemalloc.start()  # tracing makes everything ten times as slow
-    try:
-        for index in range(changes):
-            changed = mutate(document, rng)
-            # A consistent move or renaming is no damage: the result is another valid checkpoint.
-            moved = document["groups"] != changed.get("groups")
-            renamed = document["tensors"] != changed.get("tensors")
-            raw = sealed(changed)
-            before = tracemalloc.get_traced_memory()[0]
-            if seed == 0:
-                tracemalloc.reset_peak()
-            try:
-                outcome = attempt_to_load(store, made, raw)
-            except Exception as error:
-                raise AssertionError(f"seed {seed}, change {index}: {type(error).__name__}: {error}") from error
-            assert outcome != "other" or moved or renamed, (seed, index)
-            outcomes[outcome] += 1
-            assert tracemalloc.get_traced_memory()[1] - before < (8 << 20) + 40 * len(raw), (seed, index)
-    finally:
-        tracemalloc.stop()
+    for index in range(changes):
+        changed = mutate(document, rng)
+        # A consistent move or renaming is no damage: the result is another valid checkpoint.
+        moved = document["groups"] != changed.get("groups")
+        renamed = document["tensors"] != changed.get("tensors")
+        raw, outcome = sealed(changed), list[str]()
+        try:
+            taken = peak_growth(lambda raw=raw, outcome=outcome: outcome.append(attempt_to_load(store, made, raw)))  # type: ignore[misc]
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, change {index}: {type(error).__name__}: {error}") from error
+        assert outcome != ["other"] or moved or renamed, (seed, index)
+        outcomes[outcome[0]] += 1
+        assert taken < (32 << 20) + 40 * len(raw), (seed, index)
     assert outcomes["refused"] > min(75, changes // 2) and outcomes["read"] >= 3, outcomes
 
 
@@ -277,12 +269,9 @@ CHANGES: dict[str, tuple[tuple, Any]] = {
 def test_inconsistent_or_malicious_manifest_is_refused_cheaply(saved, name):
     store, made, document = saved
     path, value = CHANGES[name]
-    tracemalloc.start()
-    try:
-        assert attempt_to_load(store, made, sealed(document_with(path, value, document))) == "refused"
-        assert tracemalloc.get_traced_memory()[1] < 16 << 20
-    finally:
-        tracemalloc.stop()
+    raw, outcome = sealed(document_with(path, value, document)), list[str]()
+    assert peak_growth(lambda: outcome.append(attempt_to_load(store, made, raw))) < 32 << 20
+    assert outcome == ["refused"]
 
 
 @pytest.mark.parametrize(

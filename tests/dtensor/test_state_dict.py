@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tests.dtensor.layouts import values, whole
 from tests.ranks import on_threads, run_gloo
+from tests.resident import peak_growth
 from vescale_ray.dtensor import distribute_tensor
 from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.fsdp import MixedPrecisionPolicy, fully_shard
@@ -135,15 +136,6 @@ _M_MMAP_THRESHOLD = -3
 """The constant of glibc's malloc.h."""
 
 
-def _peak(function: Any) -> int:
-    """Largest growth of the process in bytes while ``function`` runs."""
-    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark to the present use
-    status = Path("/proc/self/status")
-    before = int(status.read_text().split("VmRSS:")[1].split()[0])
-    function()
-    return 1024 * (int(status.read_text().split("VmHWM:")[1].split()[0]) - before)
-
-
 def _memory(rank: int, world: int, mesh_shape: tuple[int, ...], placements: list[Placement]) -> list[int]:
     """Send a model of 6 matrices of 8 MiB, and its moments, from rank 0. Returns the growths of memory."""
     # Make glibc return each matrix to the system when it is freed. By default it learns to keep blocks of that size, more or fewer from run
@@ -163,8 +155,8 @@ def _memory(rank: int, world: int, mesh_shape: tuple[int, ...], placements: list
     moments = {"state": {n: {"momentum_buffer": full[n]} for n in full}, "param_groups": [{**optimizer.param_groups[0], "params": names}]}
     set_model_state_dict(net, full, options=SENT)  # first once without counting, to allocate the back end's buffers
     peaks = [
-        _peak(lambda: set_model_state_dict(net, full, options=SENT)),
-        _peak(lambda: set_optimizer_state_dict(net, optimizer, moments, options=SENT)),
+        peak_growth(lambda: set_model_state_dict(net, full, options=SENT)),
+        peak_growth(lambda: set_optimizer_state_dict(net, optimizer, moments, options=SENT)),
     ]
     for i, n in enumerate(names):
         for loaded in (net[n], optimizer.state[net[n]]["momentum_buffer"]):

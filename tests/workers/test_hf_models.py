@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import nn
 from tests.data.chats import said, write_folder, write_rows
 from tests.models import hf_folders
 from tests.ranks import RankFailed
+from tests.resident import peak_growth
 from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import Run, as_numpy, evaluate, forget, form, leave, same_bits, text_of, tiny
 from vescale_ray import checkpoint
@@ -161,18 +161,9 @@ def _peak_of_loading(state: State, config: RunConfig, port: int, prefix: str, ra
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.fill_(1.0)  # gives each page of the shards memory
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins at the present size
-    before = _kilobytes("VmRSS")
-    trainer.initialize()
-    grown = _kilobytes("VmHWM") - before
+    grown = peak_growth(trainer.initialize)
     leave(state, park=False)
-    return grown * 1024
-
-
-def _kilobytes(field: str) -> int:
-    found = re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1])
+    return grown
 
 
 @pytest.mark.slow
