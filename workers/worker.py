@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from vescale_ray.errors import one_line
-from vescale_ray.workers.messages import Give, Join, Order, Outlined, Ticket, WorkerInfo, WorkerPhase, WorkerReport
+from vescale_ray.workers.messages import STREAM, Give, Join, Order, Outlined, Ticket, WorkerInfo, WorkerPhase, WorkerReport
 from vescale_ray.workers.monitoring.heartbeat import IN, RECORDER, Heartbeat, offer_stacks, stacks
 from vescale_ray.workers.monitoring.process import born
 from vescale_ray.workers.network.reachability import ProbePort, choose_interface, group_address, unreached
@@ -48,7 +48,7 @@ class Worker:
 
     Args:
         worker: id in the run, never reused for another process.
-        config: resolved configuration of the run, as nested plain values.
+        config: resolved configuration of the run, as nested plain values, and the identity of its data under :data:`STREAM`.
         standby: use no device before :meth:`employ`.
         pickled: objects of the caller (:class:`vescale_ray.config.Given`), or nothing.
     """
@@ -188,6 +188,7 @@ class Worker:
         import torch
 
         from vescale_ray.config import Given, parse_config
+        from vescale_ray.data.dataset import check_same_data
         from vescale_ray.data.dataset_loading import load_dataset, load_eval_sets
         from vescale_ray.workers.building.model_building import NextModel
         from vescale_ray.workers.building.rehearsal import rehearse
@@ -198,13 +199,14 @@ class Worker:
         from vescale_ray.workers.saving import Writer
         from vescale_ray.workers.steps.completing import Completer
 
-        config = parse_config(self._config)
+        config = parse_config({name: section for name, section in self._config.items() if name != STREAM})
         if self._pickled:
             config, self._pickled = config.with_given(Given(*pickle.loads(self._pickled))), b""
         torch.set_num_threads(config.train.threads)
         # A backward pass, also one on the CPU, has torch count the GPUs once and for all. A standby of a GPU rehearses when it has one.
         device = None if self._standby is not None and _uses_gpu(config) else _device(config)
         dataset = load_dataset(config.data, given=config.given.dataset)
+        check_same_data(dataset, self._config.get(STREAM, {}))
         eval_sets = load_eval_sets(config.data, dataset)
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         choose_interface(host)

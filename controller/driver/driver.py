@@ -30,7 +30,7 @@ from vescale_ray.controller.statistics.goodput import Goodput
 from vescale_ray.controller.worker_group.clocks import AwakeClock
 from vescale_ray.errors import BadInput
 from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.messages import Origin
+from vescale_ray.workers.messages import STREAM, Origin
 
 if TYPE_CHECKING:
     from vescale_ray.controller.state.durable_state import DurableState
@@ -240,7 +240,8 @@ class _Attempt:
         from vescale_ray.controller.worker_group import supervisor
 
         tree = config.model_dump(mode="json")
-        self._supervisor = supervisor.actor_of(tree, self.run_id, cluster.node, NAMESPACE, config.given.pickled)
+        known = {**tree, STREAM: dict(self._ready.stream)}
+        self._supervisor = supervisor.actor_of(known, self.run_id, cluster.node, NAMESPACE, config.given.pickled)
         spec = RunSpec(
             run_id=self.run_id,
             config=tree,

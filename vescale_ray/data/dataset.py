@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from vescale_ray.data.order.stream import Ids
+from vescale_ray.errors import BadInput
 
 
 class SampleOrder(Protocol):
@@ -93,3 +94,20 @@ class Dataset(Protocol):
     def identity(self) -> Mapping[str, str | int]:
         """Return what determines which sample an id stands for: values by configuration key. They must be the same when a run resumes."""
         ...
+
+
+def check_same_data(dataset: Dataset, begun: Mapping[str, Any]) -> None:
+    """Refuse a data set whose samples have other ids than those of the data set that the run has begun with.
+
+    Args:
+        begun: values of that data set's :meth:`Dataset.identity`, and others.
+
+    Raises:
+        BadInput: files have changed since, or differ on this machine.
+    """
+    for key, value in dataset.identity().items():
+        if key in begun and begun[key] != value:
+            raise BadInput(
+                f"{key}: the files here are not those with which the run began: they have changed since, or differ on this node; put those "
+                "back"
+            )
