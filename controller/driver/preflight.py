@@ -101,7 +101,7 @@ def foresee(config: RunConfig) -> Foreseen:
     from vescale_ray.data.text.prompts import encoded_prompts
 
     _check_given(config)
-    warnings += tuple(_misspelled(config))
+    warnings += tuple(_doubts_of_folder(config))
     dataset, sets = open_data(config)
     if (shown := config.train.completions) is not None:
         encoded_prompts(shown.prompts, config.data.tokenizer, dataset.unit, dataset.vocab)
@@ -112,7 +112,8 @@ def foresee(config: RunConfig) -> Foreseen:
     return Foreseen(config, stream_of(config, dataset), expected, dataset.bytes_per_token, (*warnings, *told))
 
 
-def _misspelled(config: RunConfig) -> Iterator[str]:
+def _doubts_of_folder(config: RunConfig) -> Iterator[str]:
+    """Warn of misspelled keys in the ``config.json`` of ``model.hf``, and of a default that does not suit its weights."""
     if config.model.hf is not None:
         from vescale_ray.models.config_faults import misspelled
         from vescale_ray.models.hf import CONFIG, open_folder
@@ -120,6 +121,11 @@ def _misspelled(config: RunConfig) -> Iterator[str]:
         folder = open_folder(config.model.hf)
         found = misspelled(folder.config, json.loads((folder.path / CONFIG).read_text(encoding="utf-8")))
         yield from (f"model.hf = {config.model.hf}: {one}" for one in found)
+        if folder.has_weights and config.model.lora is None and "lr" not in config.train.model_fields_set:
+            yield (
+                f"train.lr is not given: {config.train.lr:g} suits training from random weights; give one for fine-tuning all weights, "
+                "for example 1e-5"
+            )
 
 
 def _check_given(config: RunConfig) -> None:

@@ -60,6 +60,8 @@ def _not_meant(config: RunConfig) -> Iterator[str]:
         yield f"checkpoint.keep_mode = max keeps the checkpoints with the largest {kept.keep_metric}; set it to min"
     if config.model.hf is not None and "corpus" not in config.data.model_fields_set:
         yield "data.corpus is not given, so the model is trained on the source text of Python's standard library; give your data"
+    if config.model.hf is not None and "seq_len" not in config.data.model_fields_set:
+        yield f"data.seq_len is not given, so a sample has {config.data.seq_len} tokens; give the length that the model is to learn"
 
 
 def _columns_of_chats(config: RunConfig) -> Iterator[str]:

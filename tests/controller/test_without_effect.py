@@ -27,7 +27,12 @@ from vescale_ray.controller.driver.without_effect import _UNUSED, without_effect
             {"checkpoint.keep_mode": "min"},
             "checkpoint.keep_mode = max keeps the checkpoints with the largest loss; set it to min",
         ),
-        ({"model.hf": "m"}, {"data.corpus": "stdlib"}, "data.corpus is not given, so the model is trained on the source text of Python's"),
+        (
+            {"model.hf": "m", "data.seq_len": 128},
+            {"data.corpus": "stdlib"},
+            "data.corpus is not given, so the model is trained on the source text of Python's",
+        ),
+        ({"model.hf": "m", "data.corpus": "stdlib"}, {"data.seq_len": 128}, "data.seq_len is not given, so a sample has 128 tokens"),
         ({"elastic.grow_gap_s": 9.0}, {"elastic.grow": True}, "elastic.grow_gap_s = 9.0 has no effect: it is for elastic.grow = true"),
         ({"ray.gpus_per_worker": 8.0}, {"ray.gpus_per_worker": 1.0}, "ray.gpus_per_worker = 8: a worker computes on one GPU; set it to 1"),
     ],

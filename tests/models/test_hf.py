@@ -38,7 +38,7 @@ def configured(folder: Path, home: Path, **changes: Any) -> Any:
         "run": {"dir": str(home / "runs"), "name": "r"},
         "model": {"hf": str(folder)},
         "data": {"corpus": str(tokens), "seq_len": 16, "eval_samples": 0, "heldout": 0.0},
-        "train": {"slots": 2, "slot_batch": 2},
+        "train": {"slots": 2, "slot_batch": 2, "lr": 1e-4},
         "elastic": {"workers": 2},
         "metrics": {"port": 0},
     }

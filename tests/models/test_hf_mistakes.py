@@ -23,7 +23,7 @@ from tests.models.test_hf import configured, edit, refused
 from vescale_ray import checkpoint
 from vescale_ray.checkpoint import huggingface_export
 from vescale_ray.cli import main
-from vescale_ray.config import RunConfig
+from vescale_ray.config import RunConfig, parse_config
 from vescale_ray.controller.driver import preflight
 from vescale_ray.errors import BadInput
 from vescale_ray.workers.building.initial_values import fill, load_base
@@ -307,3 +307,21 @@ def test_keys_without_effect_are_told(tmp_path: Path) -> None:
         "train.warmup_steps = 9 with train.steps = 8: the learning rate does not reach train.lr; lower train.warmup_steps",
     )
     assert not preflight.foresee(configured(folder, tmp_path, **keys, train_warmup_steps=8, train_steps=8)).warnings
+
+
+def test_defaults_that_do_not_suit_fine_tuning_are_told(tmp_path: Path) -> None:
+    folder, tokens = hf_folders.write(tmp_path / "model", "llama"), hf_folders.write_tokens(tmp_path / "tokens.npy")
+
+    def told(**more: Any) -> tuple[str, ...]:
+        data = {"corpus": tokens, "heldout": 0.0, **more.pop("data", {})}
+        tree = {"run": {"dir": str(tmp_path)}, "data": data, "train": more.pop("train", {}), "model": {"hf": str(folder), **more}}
+        return preflight.foresee(parse_config(tree)).warnings
+
+    length = "data.seq_len is not given, so a sample has 128 tokens; give the length that the model is to learn"
+    rate = "train.lr is not given: 0.001 suits training from random weights; give one for fine-tuning all weights, for example 1e-5"
+    assert told() == (length, rate)
+    assert told(data={"seq_len": 128}, train={"lr": 1e-3}) == ()
+    assert told(lora={}) == (length,)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    assert told() == (length,)
