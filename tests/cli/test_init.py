@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.models import hf_folders
 from vescale_ray.cli import main
 from vescale_ray.config import load_config
+from vescale_ray.config.sections import ShardingSettings
 from vescale_ray.controller.driver import preflight
 from vescale_ray.planner.models.architectures import PUBLISHED
+from vescale_ray.workers.building import job_plan
 
 pytest.importorskip("transformers")
 
@@ -64,9 +67,24 @@ def test_the_memory_of_the_plan_is_told_or_refused(here: Path, capsys: pytest.Ca
     assert re.match(r"# Train Qwen3-8B, on 8 GPUs\. A step takes about \d\d\.\d of 80 GiB of each h100, by `vescale-ray plan`\.\n", text)
     config = load_config(here / "job.yaml")
     assert (config.train.param_dtype, config.ray.gpus_per_worker, config.data.corpus) == ("bfloat16", 1, ["a.jsonl", "b.jsonl"])
+    assert config.train.sharding is None
     said = refused(capsys, "small", "--hf", folder, "--gpus", "1")
     assert said.startswith("vescale-ray: --gpus 1: a step takes ") and "give more GPUs, or train adapters with --lora" in said
     assert not (here / "small.yaml").exists()
+
+
+def test_the_shard_group_is_the_one_that_the_plan_chooses(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, asked, real = qwen(here / "Qwen3-8B"), list[Any](), job_plan.choose_sharding
+
+    def choose(*about: Any, groups: Any, **more: Any) -> Any:
+        asked.append(groups)
+        return real(*about, groups=(8,), **more)
+
+    monkeypatch.setattr(job_plan, "choose_sharding", choose)
+    assert main(["init", "wide", "--hf", folder, "--gpus", "64"]) == 0
+    assert asked == [None], "any group"
+    assert load_config(here / "wide.yaml").train.sharding == ShardingSettings(shard_group=8)
+    assert "    # 8 replicas of 8 GPUs, which the plan expects to be the fastest\n" in (here / "wide.yaml").read_text()
 
 
 def test_mistakes_are_refused_before_a_file_is_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

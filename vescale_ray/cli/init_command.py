@@ -192,7 +192,7 @@ def _title(folder: HfFolder | None, lora: bool, gpus: int) -> str:
 
 
 def _with_memory(text: str, config: RunConfig, hardware: str) -> str:
-    """Return the job file with the memory of a step at the end of its first line.
+    """Return the job file with the memory of a step at the end of its first line, and with the shard group that the plan chooses.
 
     Raises:
         BadInput: the step does not fit the GPUs.
@@ -201,10 +201,13 @@ def _with_memory(text: str, config: RunConfig, hardware: str) -> str:
     from vescale_ray.workers.building.job_plan import choose_for_job
 
     gpus = config.elastic.workers
-    choice = choose_for_job(config, gpus, HARDWARE[hardware])
+    choice = choose_for_job(config, gpus, HARDWARE[hardware], any_group=True)
     taken, there = choice.options[0].memory.total / 2**30, choice.hardware.memory / 2**30
     if choice.best is None:
         less = "" if config.model.lora is not None else ", or train adapters with --lora"
         raise BadInput(f"--gpus {gpus}: a step takes {taken:.0f} GiB on each, of {there:.0f} GiB of a {hardware}; give more GPUs{less}")
     title, _, rest = text.partition("\n")
+    if (group := choice.best.group) < gpus:
+        why = f"{gpus // group} replicas of {group} GPUs, which the plan expects to be the fastest"
+        rest = rest.replace("\nelastic: ", f"\n  sharding: {{shard_group: {group}}}    # {why}\nelastic: ", 1)
     return f"{title} A step takes about {taken:.1f} of {there:.0f} GiB of each {hardware}, by `vescale-ray plan`.\n{rest}"

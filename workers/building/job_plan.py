@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
 
 
-def choose_for_job(config: RunConfig, devices: int, hardware: Hardware) -> Choice:
+def choose_for_job(config: RunConfig, devices: int, hardware: Hardware, *, any_group: bool = False) -> Choice:
     """Return the sharding that a run has on ``devices`` workers, with its memory and an estimate of its time.
+
+    Args:
+        any_group: choose the shard group, too, whatever ``train.sharding`` says.
 
     Raises:
         BadInput: the model can't be built, a run of so many workers does not exist, or the plan can't count a setting; one line.
@@ -40,7 +43,8 @@ def choose_for_job(config: RunConfig, devices: int, hardware: Hardware) -> Choic
     shapes = from_module(model, type(model).__name__, coded and (lambda name, parameter: coded(name, parameter) is not None))
     frozen = next((p.dtype for p in model.parameters() if not p.requires_grad), torch.float32)
     policy = _policy(config, frozen, grid.experts)
-    choice = choose_sharding(shapes, devices, hardware, policy, groups=(grid.shards,), levers=(Lever(),))
+    groups = None if any_group else (grid.shards,)
+    choice = choose_sharding(shapes, devices, hardware, policy, groups=groups, levers=(Lever(),))
     return replace(choice, notes=(*choice.notes, *_notes(config, policy)))
 
 
