@@ -8,10 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 from vescale_ray.cli import main
 from vescale_ray.config import load_config
+from vescale_ray.planner.hardware import HARDWARE
+from vescale_ray.planner.models.architectures import PUBLISHED
+from vescale_ray.workers.building.job_plan import choose_for_job
 from vescale_ray.workers.building.model_building import build_model
+
+CONFIGS = Path(__file__).parents[2] / "vescale_ray" / "configs"
 
 JOB = """
 model: {dim: 64, layers: 3, heads: 4, kv_heads: 2, ffn: 128}
@@ -48,6 +54,20 @@ def test_the_job_file_sets_the_workers_and_their_memory(job: Path, capsys: pytes
 def test_a_job_with_replicas_is_planned_with_its_shard_group(capsys: pytest.CaptureFixture[str]) -> None:
     (option,) = planned(capsys, "train.sharding={shard_group: 2}", "--devices", "8")["options"]
     assert (option["shard_group"], option["replicas"]) == (2, 4)
+
+
+def test_the_demo_and_the_adapters_of_gpt_oss_have_their_memory(tmp_path: Path) -> None:
+    """The other job files of the package name a published model, which ``tests/config/test_config.py`` plans."""
+    folder = tmp_path / "gpt-oss"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**PUBLISHED["gpt-oss-20b"][1], "dtype": "bfloat16"}))
+    save_file({}, folder / "model.safetensors")  # the plan reads no weights
+    demo = load_config(CONFIGS / "demo.yaml")
+    adapters = load_config(CONFIGS / "gpt_oss_20b_lora.yaml", [f"model.hf={folder}"])
+    for config, most in ((demo, 1), (adapters, 80)):
+        for workers in {config.elastic.workers, config.elastic.min_workers}:
+            best = choose_for_job(config, workers, HARDWARE["h100"]).best
+            assert best is not None and best.memory.total < most * 2**30
 
 
 def test_weights_that_keep_their_dtype_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
