@@ -76,6 +76,14 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_row(source: str, bad: 
     assert f"{path}: row 57: token {bad} {told}" in refused(path)
 
 
+def test_a_large_token_in_any_row_group_is_found_at_once(tmp_path: Path) -> None:
+    rows = random_rows(np.random.default_rng(1), 400)
+    rows[257] = [5, 1000, 5]
+    path = write_parquet(tmp_path / "a.parquet", pa.array(rows, IDS), 20)
+    with pytest.raises(BadInput, match="row 257: token 1000 is not below"):
+        dataset(str(path))
+
+
 def test_a_token_outside_the_vocabulary_of_a_flat_file_is_named(tmp_path: Path) -> None:
     tokens = np.zeros(1000, dtype=np.uint16)
     tokens[777] = 1000

@@ -199,10 +199,13 @@ class ParquetFile(DocumentFile):
         chunk, described = group.column(self._leaf), self._metadata.schema.column(self._leaf)
         if chunk.physical_type != described.physical_type:  # pyarrow would end the process
             raise pa.ArrowInvalid(f"row group {part} holds {chunk.physical_type}, its schema says {described.physical_type}")
-        if chunk.statistics is None or not chunk.statistics.has_null_count:
+        told = chunk.statistics
+        if told is not None and told.has_min_max and not 0 <= told.min <= told.max < self.encoder.vocab:
+            super().encoded(part, self._documents(part))  # raises an error that names the row
+        if told is None or not told.has_null_count:
             return None
         rows = int(self._rows[part + 1] - self._rows[part])
-        return int(chunk.num_values - chunk.statistics.null_count) + (rows if self.encoder.end is not None else 0)
+        return int(chunk.num_values - told.null_count) + (rows if self.encoder.end is not None else 0)
 
 
 def _leaves(kind: pa.DataType) -> int:
