@@ -316,7 +316,8 @@ class Encoders:
 def _vocab_of_bytes(keys: DataSection) -> int:
     if keys.vocab is not None and keys.vocab < VOCAB:
         raise BadInput(
-            f"data.vocab = {keys.vocab}: text without data.tokenizer is bytes, with {VOCAB} tokens; set data.tokenizer, or {VOCAB} or more"
+            f"data.vocab = {keys.vocab}: text without data.tokenizer is bytes, with {VOCAB} tokens; set data.tokenizer, or {VOCAB} or "
+            "more. Lists of token ids belong in Parquet, .npy or .bin"
         )
     return keys.vocab or VOCAB
 
