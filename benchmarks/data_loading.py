@@ -52,7 +52,7 @@ def data_set(corpus: str) -> Any:
     from vescale_ray.data.dataset_loading import load_dataset
 
     keys = SimpleNamespace(corpus=corpus, format="auto", column="tokens", dtype="uint16", tokenizer=None, end_token=None, vocab=VOCAB)
-    more = SimpleNamespace(mixture=None, seq_len=SEQ_LEN, heldout=0.0, shuffle_blocks=8, readahead_mb=512)
+    more = SimpleNamespace(mixture=None, seq_len=SEQ_LEN, heldout=0.0, damaged="stop", shuffle_blocks=8, readahead_mb=512)
     return load_dataset(SimpleNamespace(**vars(keys), **vars(more)))
 
 

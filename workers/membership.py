@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from vescale_ray import checkpoint
 from vescale_ray.communication import wait_notes
+from vescale_ray.data.loading_figures import take_errors
 from vescale_ray.errors import BadInput, one_line
 from vescale_ray.workers.building.model_building import Blank
 from vescale_ray.workers.building.model_factory import Beating
@@ -301,7 +302,8 @@ class Membership:
                 self._closing = None
             usage = replace(trainer.usage, memory={**trainer.usage.memory, "copies": self._snapshots.nbytes})
             self._state.publish(Stepped(self._order.ticket, record, time.time(), between, usage), completed=record.step)
-            for problem in trainer.take_problems():
+            skipped = (f"data.damaged = skip: left out: {error}" for error in take_errors(trainer.dataset))
+            for problem in (*trainer.take_problems(), *skipped):
                 self._state.publish(Noticed(self._order.ticket, problem))
             self._outline(trainer)  # a joiner reports its outline only now; earlier the other ranks would have waited for it
             # After the last step, and at a stop, the copies stay: the last checkpoint is made from them.

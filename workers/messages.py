@@ -200,6 +200,7 @@ class Usage:
         alloc_retries: times that the accelerator's allocator freed its cache and tried again.
         token_flops: floating-point operations of the model per token, forward and backward; 0 if unknown.
         peak_flops: peak operations per second of this worker's device; None if unknown.
+        loading: figures of the reading of data (:func:`vescale_ray.data.loading_figures.figures_of`).
     """
 
     waited: Mapping[str, float] = field(default_factory=dict)
@@ -209,6 +210,7 @@ class Usage:
     alloc_retries: int = 0
     token_flops: int = 0
     peak_flops: float | None = None
+    loading: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,6 +45,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vescale_ray.communication import wait_notes
+from vescale_ray.data.loading_figures import figures_of
 from vescale_ray.data.loss_units import bits_per_byte
 from vescale_ray.lr_schedule import lr_at
 from vescale_ray.models.lora import is_adapter
@@ -217,7 +218,7 @@ class Trainer:
             skipped=meter.skipped,
             alone_seconds=told.seconds.together[self.rank] - min(told.seconds.together),
         )
-        self.usage = meter.end(record.seconds)
+        self.usage = replace(meter.end(record.seconds), loading=figures_of(self.dataset))
         return record
 
     def evaluate(self) -> tuple[float, int]:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from vescale_ray.config import RunConfig
+    from vescale_ray.data.dataset import Dataset
     from vescale_ray.workers.membership import Resources
     from vescale_ray.workers.resharding.held_state import HeldState
 
@@ -188,8 +189,6 @@ class Worker:
         import torch
 
         from vescale_ray.config import Given, parse_config
-        from vescale_ray.data.dataset import check_same_data
-        from vescale_ray.data.dataset_loading import load_dataset, load_eval_sets
         from vescale_ray.workers.building.model_building import NextModel
         from vescale_ray.workers.building.rehearsal import rehearse
         from vescale_ray.workers.membership import Resources
@@ -205,9 +204,7 @@ class Worker:
         torch.set_num_threads(config.train.threads)
         # A backward pass, also one on the CPU, has torch count the GPUs once and for all. A standby of a GPU rehearses when it has one.
         device = None if self._standby is not None and _uses_gpu(config) else _device(config)
-        dataset = load_dataset(config.data, given=config.given.dataset)
-        check_same_data(dataset, self._config.get(STREAM, {}))
-        eval_sets = load_eval_sets(config.data, dataset)
+        dataset, eval_sets = _open_data(config, self._config.get(STREAM, {}))
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         choose_interface(host)
         next_model = NextModel(config)
@@ -240,6 +237,22 @@ class Worker:
         profiler = StepProfiler(config, device, heartbeat, self._state.publish)
         completer = Completer(config, dataset)
         return info, Resources(config, device, dataset, snapshots, writer, heartbeat, next_model, eval_sets, profiler, completer)
+
+
+def _open_data(config: RunConfig, begun: Mapping[str, Any]) -> tuple[Dataset, dict[str, Dataset]]:
+    """Open the data set and the evaluation sets. ``begun``: the identity of the driver's data.
+
+    Raises:
+        BadInput: the data can't be used, or is not the driver's.
+    """
+    from vescale_ray.data.dataset import check_same_data
+    from vescale_ray.data.dataset_loading import load_dataset, load_eval_sets
+    from vescale_ray.data.loading_figures import take_errors
+
+    dataset = load_dataset(config.data, given=config.given.dataset)
+    check_same_data(dataset, begun)
+    take_errors(dataset)  # the driver has told those of files that can't be opened
+    return dataset, load_eval_sets(config.data, dataset)
 
 
 def _uses_gpu(config: RunConfig) -> bool:

@@ -23,6 +23,7 @@ _MASKS = frozenset({"labels", "loss_mask", "completion_mask", "assistant_masks"}
 
 def warnings_of(dataset: Any, sets: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     """Yield a warning for each fault of the data that does not prevent the run."""
+    yield from damaged(dataset, sets)
     yield from scarce(dataset, config)
     yield from left_out(dataset)
     yield from cut(dataset, config.data.seq_len)
@@ -31,6 +32,16 @@ def warnings_of(dataset: Any, sets: Mapping[str, Any], config: RunConfig) -> Ite
     yield from foreign_tokens(dataset, config.data.tokenizer)
     yield from other_purposes(dataset, sets)
     yield from unread_keys(dataset, sets, config)
+
+
+def damaged(dataset: Any, sets: Mapping[str, Any]) -> Iterator[str]:
+    """Warn of data that is left out because it is damaged."""
+    evaluated = {f"data.eval.{name}": one for name, one in sets.items()}
+    for name, source in {**_sources(dataset), **evaluated}.items():
+        skipped = getattr(source, "skipped", None)
+        if skipped is not None and (skipped.files or skipped.records):
+            yield f"{name}: {skipped.files:,} damaged files and {skipped.records:,} damaged records are left out (data.damaged = skip)"
+            yield from (f"{name}: left out: {text}" for text in skipped.texts)
 
 
 def scarce(dataset: Any, config: RunConfig) -> Iterator[str]:
@@ -71,7 +82,7 @@ def cut(dataset: Any, seq_len: int) -> Iterator[str]:
                 f"{name}: {unused:,} of {told['tokens']:,} tokens are in no sample, since each file is cut into samples of data.seq_len = "
                 f"{seq_len} by itself; lower data.seq_len, or join the files"
             )
-        rows = told["documents"] - told["rows_without_answer"] if source.masked else 0
+        rows = told["documents"] - told["rows_without_answer"] if source.unit == "chat" else 0
         if rows and told["tokens"] > 2 * rows * seq_len:
             yield (
                 f"{name}: a row has {told['tokens'] // rows:,} tokens on average, more than two samples of data.seq_len = {seq_len}, "

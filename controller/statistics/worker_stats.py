@@ -28,6 +28,9 @@ class WorkerStats:
         self._waiting: defaultdict[str, float] = defaultdict(float)
         """Sums over the ranks of the seconds waited in the newest reported step, by cause; ``_stepping``: of the steps' seconds."""
         self._stepping = 0.0
+        self._read: dict[str, int] = {}
+        """Bytes of data that each worker had read at its last report."""
+        self._read_bytes = 0
         self._largest: dict[str, int] | None = None
         """Last result of :meth:`largest_memory`; None once a rank's memory has changed."""
         self._figures: dict[str, Any] = {}
@@ -65,6 +68,9 @@ class WorkerStats:
             self._waiting[op] -= waited
         self._stepping += seconds - self._seconds.get(rank, 0.0)
         self._usage[rank], self._seconds[rank] = usage, seconds
+        if usage.loading:
+            self._read_bytes += usage.loading["read_bytes"] - self._read.get(worker, 0)
+            self._read[worker] = usage.loading["read_bytes"]
         for op, waited in usage.waited.items():
             self._waited[op][rank] += waited
             self._waiting[op] += waited
@@ -113,8 +119,18 @@ class WorkerStats:
             "device_memory": self._by_kind({rank: self._usage[rank].device_memory for rank in ranks}),
             "alloc_retries": {rank: self._usage[rank].alloc_retries for rank in ranks if self._usage[rank].device_memory},
             "rank_step_seconds": {rank: self._seconds[rank] for rank in ranks},
+            **self._loading(),
             "heard": {rank: self._heard[rank] for rank in sorted(self._heard)},
             "memory": {rank: self._memory[rank] for rank in sorted(self._memory)},
+        }
+
+    def _loading(self) -> dict[str, Any]:
+        """Return the figures of the reading of data: the fewest tokens that wait on a rank, all bytes, and the most that a rank skips."""
+        told = [usage.loading for usage in self._usage.values() if usage.loading]
+        return {
+            "data_waiting_tokens": min((one["waiting_tokens"] for one in told), default=None),
+            "data_read_bytes": self._read_bytes,
+            "data_skipped": {kind: max((one[f"skipped_{kind}"] for one in told), default=0) for kind in ("files", "records")},
         }
 
     @staticmethod

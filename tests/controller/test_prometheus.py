@@ -114,7 +114,8 @@ def prometheus(tmp_path: Path) -> Iterator[Prometheus]:
 
 @pytest.mark.fault("S10")
 def test_every_dashboard_query_has_an_answer_for_a_real_run(tmp_path: Path, prometheus: Prometheus) -> None:
-    settings = {"checkpoint_every": "auto", "checkpoint_auto_min_s": 0.5, "checkpoint_auto_max_s": 2.0, "train_steps": 5000}
+    settings: dict[str, Any] = {"checkpoint_every": "auto", "checkpoint_auto_min_s": 0.5, "checkpoint_auto_max_s": 2.0, "train_steps": 5000}
+    settings["data_corpus"] = [str(tmp_path / "text.txt")]  # a list is read in blocks
     settings["metrics_peak_flops"] = 1e9
     config = tiny(tmp_path, "scraped", **settings)
     folder = RunFolder(config.run_folder)

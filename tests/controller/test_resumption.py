@@ -35,7 +35,7 @@ REFUSED: dict[str, frozenset[str]] = {
 }
 """Keys whose change is refused if it changes a sample, the global batch, or the name, shape or states of a parameter."""
 FREE: dict[str, frozenset[str]] = {
-    "data": frozenset({"eval", "eval_samples", "readahead_mb"}),
+    "data": frozenset({"eval", "eval_samples", "readahead_mb", "damaged"}),
     "model": frozenset({"hf", "units"}),
     "train": frozenset(
         {

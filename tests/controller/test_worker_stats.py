@@ -50,6 +50,21 @@ def test_rank_seconds_add_up_and_a_departed_rank_is_not_shown() -> None:
     assert first["waited"]["all_gather"] == {0: 1.5, 1: 2.0, 2: 4.0}, "what was given out stays as it was"
 
 
+def test_reading_is_summed_over_workers_and_its_bytes_never_fall() -> None:
+    workers = WorkerStats()
+    workers.opened(("a", "b"))
+    assert fresh(workers)["data_waiting_tokens"] is None
+    for worker, tokens, read, lines in (("a", 500, 100, 0), ("b", 300, 40, 7), ("a", 700, 150, 2)):
+        loading = {"waiting_tokens": tokens, "read_bytes": read, "skipped_files": 1, "skipped_records": lines}
+        workers.stepped(worker, 0.1, usage(0.0, loading=loading))
+    names = ("data_waiting_tokens", "data_read_bytes", "data_skipped")
+    assert [fresh(workers)[name] for name in names] == [300, 190, {"files": 1, "records": 7}]
+    workers.opened(("b", "c"))  # a is lost
+    told = {"waiting_tokens": 9, "read_bytes": 5, "skipped_files": 1, "skipped_records": 0}
+    workers.stepped("c", 0.1, usage(0.0, loading=told))
+    assert [fresh(workers)[name] for name in names] == [9, 195, {"files": 1, "records": 0}]
+
+
 def test_utilisation_is_shown_only_if_all_devices_are_known() -> None:
     workers = WorkerStats()
     workers.opened(("a", "b"))

@@ -141,6 +141,7 @@ def full_snapshot() -> Snapshot:
         memory={0: 1},
         memory_kinds={"parameters": {0: 1}},
         device_memory={kind: {0: 1} for kind in DEVICE_MEMORY},
+        data_waiting_tokens=1,
         alloc_retries={0: 0},
         waited={"all_gather": {0: 1.0}},
         rank_step_seconds={0: 1.0},

@@ -7,16 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.data.sources import write_jsonl
+from tests.data.sources import write_jsonl, write_parquet
+from tests.data.test_damaged import damage_page
 from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import FullState, Run, plain_run, text_of, tiny, write_text
 from vescale_ray.config import RunConfig
 from vescale_ray.data.dataset_loading import load_eval_sets
+from vescale_ray.data.loading_figures import take_errors
 from vescale_ray.data.mixture import Mixture
+from vescale_ray.data.text.chat import IGNORED
 from vescale_ray.models.llama import Llama, LlamaConfig
 
 
@@ -77,3 +81,32 @@ def test_a_mixture_is_trained_once_through_rescales(sources: list[dict[str, Any]
     assert len(small) == 36 > 3 * size and {small.count(i) for i in small} <= {36 // size, 36 // size + 1}
     losses, _, _ = plain_run(config, start, 9)
     np.testing.assert_allclose(run.losses(), losses, rtol=1e-4)
+
+
+def loading_of(state: State) -> dict[str, int]:
+    return dict(state["trainer"].usage.loading)
+
+
+def test_damaged_rows_are_no_targets_at_any_world_size(tmp_path: Path) -> None:
+    """The loss of a step is the mean over the other targets of its global batch, on two workers and on three."""
+    rows = np.random.default_rng(0).integers(0, 256, (90, 40)).tolist()
+    path = write_parquet(tmp_path / "a.parquet", pa.array(rows, pa.list_(pa.int32())), 30, compression="zstd")
+    damage_page(path, 1)
+    config = tiny(str(path), data_damaged="skip", data_vocab=256)
+    with Fleet(3) as fleet:
+        run = Run(fleet, config)
+        run.fresh([0, 1])
+        start = run.full_state()
+        run.train(3)
+        run.end()
+        run.resume([0, 1], [0, 1, 2])
+        run.train(6)
+        loading = fleet.run(run.members, loading_of)
+        run.end()
+    made = text_of(config)
+    masked = [int((made.batch(run.records[index].ids)[1] == IGNORED).sum()) for index in range(6)]
+    assert len(set(masked)) > 2 and 0 < max(masked) < config.tokens_per_step and len(take_errors(made)) == 1
+    losses, _, _ = plain_run(config, start, 6)
+    np.testing.assert_allclose(run.losses(), losses, rtol=1e-4)
+    assert all((told["skipped_files"], told["skipped_records"]) == (0, 30) for told in loading.values())
+    assert all(told["waiting_tokens"] == 3600 and told["read_bytes"] == 7200 for told in loading.values())

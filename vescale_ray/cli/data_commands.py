@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 COLUMNS = (
     *("files", "documents", "documents_without_text", "rows_without_answer", "tokens", "answer_tokens", "answers_with_end"),
-    *("blocks", "samples", "heldout_samples"),
+    *("blocks", "samples", "heldout_samples", "skipped_files", "skipped_records"),
 )
 SHOWN = 400
 """Characters of a decoded sample that are shown."""

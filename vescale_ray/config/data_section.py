@@ -139,6 +139,11 @@ class DataSection(Section):
     eval_samples: CountOrZero = Field(
         default=64, description="samples per evaluation of the held-out part, and of each set of `eval`; 0 turns evaluation off"
     )
+    damaged: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="what damaged and missing files do. stop: the run ends, and names the file. skip: files that can't be opened, damaged "
+        "lines of JSONL, and row groups that can't be read are left out, named in a warning and counted",
+    )
     shuffle_blocks: Count = Field(
         default=16,
         description="number of blocks (row groups, or about a million tokens) whose samples are shuffled together; the "

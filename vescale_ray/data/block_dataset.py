@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from vescale_ray.data.order.block_order import BlockOrder
+from vescale_ray.data.sources.files import DamagedData, Skipped
 from vescale_ray.data.sources.read_ahead import ReadAhead
 from vescale_ray.data.sources.token_files import TokenFile
 from vescale_ray.data.text.chat import IGNORED
@@ -47,6 +48,8 @@ class BlockDataset:
         window: blocks whose samples are shuffled together.
         keys: other values that identify the tokens, by configuration key.
         end_token: token that ends each document, if it is known.
+        skipped: counts data that is left out because it is damaged. Tokens of a part that can't be read are no targets. None: damage is
+            an error.
 
     Attributes:
         files: the files, in order.
@@ -68,8 +71,9 @@ class BlockDataset:
         least: int,
         keys: Mapping[str, str | int],
         end_token: int | None = None,
+        skipped: Skipped | None = None,
     ) -> None:
-        self.end_token = end_token
+        self.end_token, self.skipped = end_token, skipped
         self.files, self._name, self.seq_len, self._vocab, self._window, self._keys = files, name, seq_len, vocab, window, keys
         other = next((file for file in files if file.unit != files[0].unit), None)
         if other is not None:
@@ -77,7 +81,7 @@ class BlockDataset:
                 f"data.corpus = {name}: {files[0].file.url} holds {files[0].kind}, but {other.file.url} holds {other.kind}; "
                 "give files of text, or files of token ids"
             )
-        if self.masked and not (told := self._answers())["answer_tokens"]:
+        if self.unit == "chat" and not (told := self._answers())["answer_tokens"]:
             roles = f", but messages of {told['other_roles']}" if "other_roles" in told else ""
             raise BadInput(
                 f"data.corpus = {name}: no row has an answer to learn{roles}; give rows with a completion, or a message of the role "
@@ -146,7 +150,7 @@ class BlockDataset:
     @property
     def masked(self) -> bool:
         """True if targets may not count (:class:`vescale_ray.data.dataset.Dataset`)."""
-        return self.files[0].answers is not None
+        return self.unit == "chat" or self.skipped is not None
 
     @property
     def tokens(self) -> int:
@@ -186,6 +190,7 @@ class BlockDataset:
             "sha256": self._digest(),
             **({"documents_without_text": nulls} if (nulls := sum(file.nulls for file in self.files)) else {}),
             **self._answers(),
+            **({"skipped_files": self.skipped.files, "skipped_records": self.skipped.records} if self.skipped is not None else {}),
         }
 
     def identity(self) -> Mapping[str, str | int]:
@@ -226,8 +231,18 @@ class BlockDataset:
         return tokens, targets
 
     def _read(self, block: int) -> Tokens:
-        parts = [self.files[file].read(part) for file, part in self._blocks[block]]
+        parts = [self._part(file, part) for file, part in self._blocks[block]]
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+    def _part(self, number: int, part: int) -> Tokens:
+        file = self.files[number]
+        try:
+            return file.read(part)
+        except DamagedData as error:
+            if self.skipped is None:
+                raise
+            self.skipped.part(file.file.url, part, file.rows(part), error)
+            return np.full(int(file.counts[part]), ~0, dtype=np.int32)  # token 0, and no target
 
 
 Block = list[tuple[int, int]]

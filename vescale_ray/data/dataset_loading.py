@@ -17,7 +17,7 @@ from vescale_ray.data.mixture import Mixture, check_unit
 from vescale_ray.data.sources.chat_files import ChatLinesFile, ChatParquetFile
 from vescale_ray.data.sources.corpus import VOCAB, load_corpus, text_files
 from vescale_ray.data.sources.document_files import ArrowFile, JsonLinesFile, ParquetFile, TextFile
-from vescale_ray.data.sources.files import DataFile, find_files, is_glob
+from vescale_ray.data.sources.files import DamagedData, DataFile, Skipped, find_files, is_glob
 from vescale_ray.data.sources.token_files import TokenFile, open_bin, open_npy
 from vescale_ray.data.text.chat import ChatEncoder, ChatTemplate
 from vescale_ray.data.text.encoders import (
@@ -125,12 +125,13 @@ def _load(keys: DataSection, heldout: float, least: int | None) -> Dataset:
         assert isinstance(keys.corpus, str)
         _vocab_of_bytes(keys)
         return load_corpus(keys.corpus, keys.seq_len, heldout)
-    found = find_files(keys.corpus)
+    skipped = Skipped() if keys.damaged == "skip" else None
+    found = find_files(keys.corpus, skipped)
     name = keys.corpus if isinstance(keys.corpus, str) else ", ".join(keys.corpus)
     kind = kind_of(keys, name, found)
     encoders = Encoders(keys)
     least = least or block_tokens(keys.seq_len)
-    opened = in_threads(found, _opener(kind, keys, encoders, -(-least // keys.seq_len) * keys.seq_len))
+    opened = _opened(found, _opener(kind, keys, encoders, -(-least // keys.seq_len) * keys.seq_len), skipped)
     return BlockDataset(
         opened,
         name=name,
@@ -141,7 +142,37 @@ def _load(keys: DataSection, heldout: float, least: int | None) -> Dataset:
         least=least,
         keys=encoders.identity,
         end_token=encoders.end if kind != "chat" else None,
+        skipped=skipped,
     )
+
+
+def _opened(found: Sequence[DataFile], work: Callable[[DataFile], TokenFile], skipped: Skipped | None) -> list[TokenFile]:
+    """Open the files, with all damage in the order of the files in ``skipped``, unless that is None.
+
+    Raises:
+        BadInput: no file can be used.
+    """
+    if skipped is None:
+        return in_threads(found, work)
+
+    def tried(file: DataFile) -> TokenFile | DamagedData:
+        try:
+            return work(file)
+        except DamagedData as error:
+            return error
+
+    opened = list[TokenFile]()
+    for one in in_threads(found, tried):
+        if isinstance(one, DamagedData):
+            skipped.file(one)
+            continue
+        opened.append(one)
+        for errors in getattr(one, "damaged_lines", {}).values():
+            for error in errors:
+                skipped.line(error)
+    if not opened:
+        raise BadInput(f"data.corpus: no file is left; {skipped.texts[0]}")
+    return opened
 
 
 def _is_plain_text(keys: DataSection) -> bool:

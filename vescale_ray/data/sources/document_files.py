@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from vescale_ray.data.order.stream import Ids
-from vescale_ray.data.sources.files import DataFile, reason_of
+from vescale_ray.data.sources.files import DamagedData, DataFile, gone, reason_of
 from vescale_ray.data.text.encoders import BadDocument, Encoder, IdEncoder, Tokens, plain
 from vescale_ray.errors import BadInput
 
@@ -78,6 +78,9 @@ class DocumentFile(ABC):
         """Return whether the last document of the part ends with the part."""
         return True
 
+    def rows(self, part: int) -> int:
+        return 1
+
     def read(self, part: int) -> Tokens:
         return self.encoded(part, self._documents(part))
 
@@ -115,20 +118,23 @@ class DocumentFile(ABC):
 
 
 def guarded(file: DataFile, work: Callable[[], Any], what: str) -> Any:
-    """Do ``work``, which reads with pyarrow. Errors of the storage pass unchanged; any other error of pyarrow becomes BadInput.
+    """Do ``work``, which reads with pyarrow. Errors of the storage pass unchanged; any other error of pyarrow becomes DamagedData.
 
     Raises:
-        BadInput: ``what`` of the file is damaged.
+        DamagedData: ``what`` of the file is damaged, or the file is gone.
         OSError: the storage does not answer.
     """
     try:
         return work()
     except BadInput:
         raise
+    except FileNotFoundError:
+        raise gone(file.url) from None
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and str(error).startswith(file.url):
             raise  # DataFile.read
-        raise BadInput(f"{file.url}: {what} is damaged or truncated ({reason_of(error)})") from None
+        said = f"{what} is damaged or truncated ({reason_of(error)})"
+        raise DamagedData(f"{file.url}: {said}; write or download the file again") from None
 
 
 def column_of(file: DataFile, schema: pa.Schema, column: str) -> pa.Field:
@@ -183,11 +189,14 @@ class ParquetFile(DocumentFile):
     def first_row(self, part: int) -> int:
         return int(self._rows[part])
 
+    def rows(self, part: int) -> int:
+        return int(self._rows[part + 1] - self._rows[part])
+
     def encoded(self, part: int, arrays: Sequence[pa.Array]) -> Tokens:
         tokens = super().encoded(part, arrays)
         told = self._footer[part]
         if told is not None and len(tokens) != told:
-            raise BadInput(f"{self.file.url}: row group {part} holds {len(tokens)} tokens, but its footer counts {told}; write it anew")
+            raise DamagedData(f"{self.file.url}: row group {part} holds {len(tokens)} tokens, but its footer counts {told}; write it anew")
         return tokens
 
     def _footer_count(self, part: int, group: Any) -> int | None:
@@ -303,16 +312,31 @@ class JsonLinesFile(LinesFile):
 
     def __init__(self, file: DataFile, column: str, encoder: Encoder, span: tuple[int, int] | None = None, line: int = 0) -> None:
         self._column = column
+        self.damaged_lines: dict[int, list[str]] = {}
+        """Errors of the damaged lines of each part that are left out."""
         super().__init__(file, encoder, span, line)
 
     def documents(self, part: int) -> Sequence[pa.Array]:
-        lines = self.content(part).split(b"\n")
-        texts = {number: self._text(line, number) for number, line in enumerate(lines, self._lines[part] + 1) if line.strip()}
-        try:
-            return [pa.array(texts.values(), type=pa.large_string())]
-        except UnicodeEncodeError as error:
-            number = next(number for number, text in texts.items() if text == error.object)
-            raise BadInput(f"{self.file.url}: line {number}: {error.object[error.start]!a} alone is not a character; remove it") from None
+        lines, texts, damaged = self.content(part).split(b"\n"), dict[int, str | None](), dict[int, DamagedData]()
+        for number, line in enumerate(lines, self._lines[part] + 1):
+            try:
+                if line.strip():
+                    texts[number] = self._text(line, number)
+            except DamagedData as error:
+                damaged[number] = error
+        while True:
+            try:
+                found = pa.array(texts.values(), type=pa.large_string())
+                break
+            except UnicodeEncodeError as error:
+                number = next(number for number, text in texts.items() if text == error.object)
+                said = f"line {number}: {error.object[error.start]!a} alone is not a character; remove it"
+                damaged[number] = DamagedData(f"{self.file.url}: {said}")
+                del texts[number]
+        if damaged and not self.file.skips:
+            raise damaged[min(damaged)] from None
+        self.damaged_lines[part] = [str(damaged[number]) for number in sorted(damaged)]
+        return [found]
 
     def first_row(self, part: int) -> int:
         return self._lines[part] + 1
@@ -333,9 +357,9 @@ class JsonLinesFile(LinesFile):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise BadInput(f"{self.file.url}: line {number} is not JSON ({reason_of(error)}); write one object a line") from None
+            raise DamagedData(f"{self.file.url}: line {number} is not JSON ({reason_of(error)}); write one object a line") from None
         if not isinstance(record, dict):
-            raise BadInput(f"{self.file.url}: line {number} is not a JSON object; write one object a line")
+            raise DamagedData(f"{self.file.url}: line {number} is not a JSON object; write one object a line")
         return record
 
 

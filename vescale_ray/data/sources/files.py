@@ -11,8 +11,9 @@ import hashlib
 import io
 import mmap
 import os
+import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
@@ -27,6 +28,57 @@ from vescale_ray.errors import BadInput
 _EDGE = 1 << 16
 """Bytes of each end that identify a file."""
 _GLOB = frozenset("*?[")
+_MOST_TEXTS = 20
+"""Errors that are told of a data set. More are counted only."""
+
+
+class DamagedData(BadInput):
+    """A file, or a part of it, is missing or damaged. With ``data.damaged: skip`` the run goes on without it."""
+
+
+class Skipped:
+    """Data that a data set leaves out because it is damaged (``data.damaged: skip``). Threads may add to it.
+
+    Attributes:
+        files: number of files that could not be opened.
+        records: number of damaged lines, and of documents in parts that could not be read.
+        texts: the errors, at most :data:`_MOST_TEXTS`.
+    """
+
+    def __init__(self) -> None:
+        self.files = self.records = 0
+        self.texts: list[str] = []
+        self._taken = 0
+        self._parts = set[tuple[str, int]]()
+        self._lock = threading.Lock()
+
+    def file(self, error: DamagedData) -> None:
+        """Count a file."""
+        self._add(str(error), files=1)
+
+    def line(self, error: str) -> None:
+        """Count a line."""
+        self._add(error, records=1)
+
+    def part(self, url: str, part: int, documents: int, error: DamagedData) -> None:
+        """Count the documents of a part of a file, each part once."""
+        with self._lock:
+            known = (url, part) in self._parts
+            self._parts.add((url, part))
+        if not known:
+            self._add(str(error), records=documents)
+
+    def take(self) -> list[str]:
+        """Return the texts that have come since the last call."""
+        with self._lock:
+            new, self._taken = self.texts[self._taken :], len(self.texts)
+            return new
+
+    def _add(self, text: str, files: int = 0, records: int = 0) -> None:
+        with self._lock:
+            self.files, self.records = self.files + files, self.records + records
+            if len(self.texts) < _MOST_TEXTS:
+                self.texts.append(text)
 
 
 @dataclass(frozen=True)
@@ -39,6 +91,7 @@ class DataFile:
         url: path or URL for messages.
         name: path relative to the given folder or glob, the same wherever the data lies.
         size: number of bytes, at least 1.
+        skips: whether damaged lines are left out (``data.damaged: skip``).
     """
 
     fs: Any
@@ -46,6 +99,7 @@ class DataFile:
     url: str
     name: str
     size: int
+    skips: bool = False
 
     @property
     def is_local(self) -> bool:
@@ -54,7 +108,11 @@ class DataFile:
     @cached_property
     def mapped(self) -> mmap.mmap:
         """The content of a local file, mapped into memory."""
-        with open(self.path, "rb") as file:
+        try:
+            file = open(self.path, "rb")
+        except FileNotFoundError:
+            raise gone(self.url) from None
+        with file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def read(self, start: int, end: int) -> bytes:
@@ -62,7 +120,7 @@ class DataFile:
 
         Raises:
             OSError: the storage does not answer.
-            BadInput: the file has become shorter.
+            DamagedData: the file is gone, or has become shorter.
         """
         try:
             if self.is_local:
@@ -71,10 +129,14 @@ class DataFile:
                     data = file.read(end - start)
             else:
                 data = self.fs.cat_file(self.path, start=start, end=end)
+        except FileNotFoundError:
+            raise gone(self.url) from None
         except Exception as error:
             raise OSError(f"{self.url}: bytes {start} to {end} can't be read ({reason_of(error)})") from error
         if len(data) != end - start:
-            raise BadInput(f"{self.url}: only {len(data)} of {end - start} bytes could be read from byte {start} on; the file is truncated")
+            raise DamagedData(
+                f"{self.url}: only {len(data)} of {end - start} bytes could be read from byte {start} on; the file is truncated"
+            )
         return data
 
     def edges(self) -> bytes:
@@ -126,8 +188,16 @@ class _Ranged(io.RawIOBase):
         return data
 
 
-def find_files(corpus: str | Sequence[str]) -> list[DataFile]:
+def gone(url: str) -> DamagedData:
+    """Return the error for a file that was there when the run began."""
+    return DamagedData(f"{url}: the file is gone; put it back")
+
+
+def find_files(corpus: str | Sequence[str], skipped: Skipped | None = None) -> list[DataFile]:
     """Return the files of a path, folder, glob or URL, or of a list of them, in a fixed order. Hidden files and ``_SUCCESS`` are left out.
+
+    Args:
+        skipped: counts missing and empty files, which are left out; None: they are refused.
 
     Raises:
         BadInput: there is no such file, a file is empty, or a file system's package is not installed.
@@ -136,6 +206,10 @@ def find_files(corpus: str | Sequence[str]) -> list[DataFile]:
     for spec in [corpus] if isinstance(corpus, str) else corpus:
         try:
             found += sorted(_find(spec), key=lambda file: PurePosixPath(file.name).parts)
+        except DamagedData as error:
+            if skipped is None or isinstance(corpus, str):
+                raise
+            skipped.file(error)
         except BadInput:
             raise
         except ImportError as error:
@@ -143,12 +217,17 @@ def find_files(corpus: str | Sequence[str]) -> list[DataFile]:
             raise BadInput(f"data.corpus = {spec}: {said}") from None
         except Exception as error:
             raise BadInput(f"data.corpus = {spec}: can't be listed ({reason_of(error)})") from None
+    if not found and skipped is not None and skipped.texts:
+        raise BadInput(f"data.corpus: no file is left; {skipped.texts[0]}")
     if not found:
         raise BadInput(f"data.corpus = {corpus}: no file but hidden ones; give paths that every worker can read")
-    for file in found:
-        if file.size < 1:
-            raise BadInput(f"data.corpus: {file.url} is empty; remove it, or give a glob that leaves it out")
-    return found
+    for file in [one for one in found if one.size < 1]:
+        error = DamagedData(f"data.corpus: {file.url} is empty; remove it, or give a glob that leaves it out")
+        if skipped is None or len(found) == 1:
+            raise error
+        skipped.file(error)
+        found.remove(file)
+    return found if skipped is None else [replace(file, skips=True) for file in found]
 
 
 def _find(spec: str) -> Iterator[DataFile]:
@@ -167,7 +246,7 @@ def _find(spec: str) -> Iterator[DataFile]:
         _check_answers(fs, path)
     if not files and not (is_glob(path) and entries):
         remedy = "no file matches this glob" if is_glob(path) else "no such file or folder" if not entries else "is empty"
-        raise BadInput(f"data.corpus = {spec}: {remedy}; give paths that every worker can read")
+        raise DamagedData(f"data.corpus = {spec}: {remedy}; give paths that every worker can read")
     for name, info in entries.items():
         relative = name[len(root) :].lstrip("/") if root and name.startswith(root) else PurePosixPath(name).name
         if any(part.startswith((".", "_")) for part in PurePosixPath(relative).parts):

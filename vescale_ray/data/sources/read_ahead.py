@@ -59,6 +59,12 @@ class ReadAhead:
         with self._lock:
             return sum(self._sizes[block] for block in self._slots) + (self._sizes[self._other[0]] if self._other else 0)
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Number of tokens in memory."""
+        with self._lock:
+            return sum(len(slot.tokens) for slot in self._slots.values() if slot.tokens is not None)
+
     def expect(self, blocks: Iterable[int]) -> None:
         """Keep the first of ``blocks`` that fit into the bound, read those that are missing, and forget all others."""
         expected, total = dict[int, None](), 0
