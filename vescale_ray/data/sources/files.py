@@ -222,10 +222,10 @@ def find_files(corpus: str | Sequence[str], skipped: Skipped | None = None) -> l
     if not found:
         raise BadInput(f"data.corpus = {corpus}: no file but hidden ones; give paths that every worker can read")
     for file in [one for one in found if one.size < 1]:
-        error = DamagedData(f"data.corpus: {file.url} is empty; remove it, or give a glob that leaves it out")
+        empty = DamagedData(f"data.corpus: {file.url} is empty; remove it, or give a glob that leaves it out")
         if skipped is None or len(found) == 1:
-            raise error
-        skipped.file(error)
+            raise empty
+        skipped.file(empty)
         found.remove(file)
     return found if skipped is None else [replace(file, skips=True) for file in found]
 
