@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,13 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel
 
+import vescale_ray
 from tests.fsdp.test_fsdp_hooked import Plain, bare
 from tests.fsdp.towers import filled
 from tests.fsdp.transformer import full
 from tests.ranks import on_processes, on_threads, run_threads
 from vescale_ray import RaggedShard, fully_shard
-from vescale_ray.fsdp import stand_in_for_torch
+from vescale_ray.fsdp import register_fsdp_forward_method, stand_in_for_torch
 
 
 class Scaled(nn.Module):
@@ -319,3 +321,40 @@ def test_plain_shards_of_another_rank_are_not_loaded(rank: int, world: int) -> N
     with pytest.raises(ValueError, match=rf"the part that rank {1 - rank} on .* on rank {rank} of 2"):
         ours.load_state_dict(states[1 - rank])
     trains_as(ours, layers(), torch.ones(2, 8))
+
+
+@on_threads(2)
+def test_a_sharded_parameter_outside_its_forward_is_named(rank: int, world: int) -> None:
+    ours, alone, x = sharded(layers()), layers(), torch.ones(2, 8)
+    ours(x).sum().backward()
+    named = r"parameter '1.(weight|bias)' is sharded, since this is not the forward of its .* unshard\(\)"
+    for use in (lambda: ours.forward(x), lambda: ours[1](x), lambda: x @ ours[1].weight.t(), lambda: x * ours[1].bias):
+        with pytest.raises(ValueError, match=named):
+            use()
+    ours.unshard()
+    torch.testing.assert_close(ours[1](x), alone[1](x))
+    ours.reshard()
+    ours.second = lambda x: ours[1](x)
+    register_fsdp_forward_method(ours, "second")
+    torch.testing.assert_close(ours.second(x), alone[1](x))
+    ours.reshard()
+    torch.testing.assert_close((distribute_like(x[:1], ours[1].bias) * ours[1].bias).full_tensor(), x[:1] * alone[1].bias)
+    trains_as(ours, alone, x)
+
+
+def distribute_like(whole: torch.Tensor, p: Any) -> Any:
+    return vescale_ray.distribute_tensor(whole[0], p.device_mesh, p.placements).view(whole.shape)
+
+
+@on_threads(1)
+def test_a_buffer_in_the_memory_of_a_parameter_is_named(rank: int, world: int) -> None:
+    model, x = layers(), torch.ones(2, 8)
+    model[1].register_buffer("old", model[1].weight.data[2:])
+    with pytest.warns(UserWarning, match=r"buffer '1.old' shared memory with parameter '1.weight' .* or give the buffer its own .*clone"):
+        sharded(model)(x)
+    for change in (lambda of: of.weight.data.clone(), lambda of: of.weight.requires_grad_(False).data):
+        model = layers()
+        model[1].register_buffer("old", change(model[1]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            sharded(model)(x)

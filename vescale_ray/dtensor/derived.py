@@ -15,7 +15,15 @@ from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
 from vescale_ray.dtensor.arguments import check_saved_part
 from vescale_ray.dtensor.autograd import Classes, RaggedAwareDTensor, whole_of
 from vescale_ray.dtensor.operations.argument_tensors import each, each_argument, tensor_arguments, tensors_in
-from vescale_ray.dtensor.operations.schema import different_meshes, plain_is_whole, plain_meets, refuse_leaf, schema_facts, written
+from vescale_ray.dtensor.operations.schema import (
+    different_meshes,
+    outside_forward,
+    plain_is_whole,
+    plain_meets,
+    refuse_leaf,
+    schema_facts,
+    written,
+)
 from vescale_ray.dtensor.operations.whole import held_whole, is_dtensor, on_local, refuse_new_shape, reshape_in_place, write_local
 from vescale_ray.dtensor.redistribution import contribution, move
 from vescale_ray.dtensor.spec import ShapedSpec, pending_spec, replicated, settled_placements, wrap
@@ -48,7 +56,7 @@ class GatheredView(RaggedAwareDTensor):
                 value.check(func)
                 sources += value._sources
                 mesh = value.device_mesh
-        args, kwargs = _beside(func, "a gathered copy of a ragged tensor", mesh, args, kwargs or {})
+        args, kwargs = _beside(func, "a gathered copy of a ragged tensor", mesh, args, kwargs or {}, sources)
         result = func(*args, **kwargs)
         return read_only(result, sources) if is_view else each(_derived, result)
 
@@ -359,7 +367,7 @@ def _copied(value: DTensor, memo: dict[int, Any], make: Callable[[Tensor, DTenso
     return result
 
 
-def _beside(func: Any, what: str, mesh: DeviceMesh, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def _beside(func: Any, what: str, mesh: DeviceMesh, args: Any, kwargs: Any, sources: Sequence[Source] = ()) -> tuple[list[Any], Any]:
     """Return the arguments with torch's DTensors, with nothing pending, in place of derived ones.
 
     Plain tensors with dimensions raise, except in torch's backward formulas.
@@ -373,7 +381,7 @@ def _beside(func: Any, what: str, mesh: DeviceMesh, args: Any, kwargs: dict[str,
             return value
         if value.numel() == 1 or plain_is_whole():
             return DTensor.from_local(value, mesh, replicated(mesh), run_check=False)
-        raise plain_meets(func, value, what)
+        raise outside_forward(func, [source.tensor for source in sources]) or plain_meets(func, value, what)
 
     return each_argument(convert, args, kwargs)
 

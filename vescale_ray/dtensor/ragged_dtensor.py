@@ -28,7 +28,9 @@ from vescale_ray.compat.tensor import DTensorSpec, NormPartial
 from vescale_ray.dtensor.arguments import check_saved_part, checked_spec, compare_with_others, placement_list, whole_shape
 from vescale_ray.dtensor.autograd import Classes, FromLocal, RaggedAwareDTensor, redistributed
 from vescale_ray.dtensor.derived import TENSOR_DATA, formatted, unpickled_derived
+from vescale_ray.dtensor.operations.argument_tensors import tensors_in
 from vescale_ray.dtensor.operations.ops import RaggedFallbackWarning, dispatch, wrap
+from vescale_ray.dtensor.operations.schema import PlainOperandError, outside_forward
 from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.dtensor.spec import make_spec, ragged_mesh_dim, sharding_of
 from vescale_ray.dtensor.transfer import arrived, take
@@ -125,7 +127,10 @@ class RaggedDTensor(RaggedAwareDTensor):
     @classmethod
     @run_as_is
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return dispatch(RaggedDTensor, func, args, kwargs or {})
+        try:
+            return dispatch(RaggedDTensor, func, args, kwargs or {})
+        except PlainOperandError as error:
+            raise outside_forward(func, tensors_in((args, kwargs))) or error from None
 
     def __repr__(self) -> str:  # type: ignore[override]
         sharding = sharding_of(self._spec)

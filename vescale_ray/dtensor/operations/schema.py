@@ -23,6 +23,8 @@ from vescale_ray.compat.tensor import allows_implicit_replication
 
 GATHERED_OF = "_vescale_gathered_of"
 """Attribute of gathered parameters of ``fully_shard``: a mark, whose first item refers to an object with the parameter's name, ``fqn``."""
+SHARDED_OF = "_vescale_sharded_of"
+"""Attribute of sharded parameters of ``fully_shard``, with such a mark."""
 
 # These write running statistics, which their schema does not declare.
 HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm", "_batch_norm_impl_index"})
@@ -88,19 +90,40 @@ def refuse_leaf(op: Any, value: Tensor, meets: str) -> None:
         )
 
 
-def plain_meets(op: Any, value: Tensor, what: str) -> ValueError:
+def plain_meets(op: Any, value: Tensor, what: str) -> PlainOperandError:
     """Return the error for a plain tensor among distributed operands: it may be a whole tensor or this rank's part."""
     mark = getattr(value, GATHERED_OF, None)
     parameter = mark[0]() if mark else None
     if parameter is not None:
-        return ValueError(
+        return PlainOperandError(
             f"{op}: the gathered parameter {parameter.fqn!r} meets {what}: compute with parameters before the forward or after the "
             "backward, when all are sharded, or with full_tensor() of the other operand"
         )
-    return ValueError(
+    return PlainOperandError(
         f"{op}: a plain tensor of shape {tuple(value.shape)} meets {what}: distribute it first (vescale_ray.distribute_tensor for a whole "
         "tensor, RaggedDTensor.from_local for this rank's part), or call full_tensor() on the other operand; parameters of a sharded "
         "module are whole in its forward, in methods given to register_fsdp_forward_method(), or after its unshard()"
+    )
+
+
+class PlainOperandError(ValueError):
+    """A plain tensor among distributed operands."""
+
+
+def outside_forward(op: Any, values: Iterable[Any]) -> ValueError | None:
+    """Return the error for a sharded parameter of ``fully_shard`` that meets a plain tensor among the operands ``values``.
+
+    None if there is none, if ``op`` writes, as an optimizer's step does, or if the plain tensor is a gathered parameter."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    marks = (getattr(one, SHARDED_OF, None) for tensor in tensors for one in (tensor, tensor._base))
+    name = next((parameter.fqn for mark in marks if mark and (parameter := mark[0]()) is not None), None)
+    if name is None or op._schema.is_mutable or any(getattr(tensor, GATHERED_OF, None) for tensor in tensors):
+        return None
+    return ValueError(
+        f"{op}: parameter {name!r} is sharded, since this is not the forward of its fully_shard unit, and it meets a plain tensor: call "
+        "the module itself instead of its forward(), give a method that uses the parameter to register_fsdp_forward_method(), or call "
+        "unshard() before. To compute with the sharded parameter, give the other tensor to vescale_ray.distribute_tensor(), or use the "
+        "parameter's full_tensor()"
     )
 
 

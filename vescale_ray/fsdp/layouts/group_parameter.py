@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from vescale_ray.communication.point_to_point import is_pairwise
 from vescale_ray.compat.distributed import AsyncCollectiveTensor
 from vescale_ray.compat.tensor import DTensorSpec, StridedShard, TensorMeta
-from vescale_ray.dtensor.operations.schema import GATHERED_OF  # its mark refers weakly to the parameter's GroupParam
+from vescale_ray.dtensor.operations.schema import GATHERED_OF, SHARDED_OF  # their marks refer weakly to the parameter's GroupParam
 from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_ray.dtensor.redistribution import plain_spec
@@ -43,7 +43,7 @@ SINK = "_vescale_sink"
 INNER = "_vescale_inner"
 """Attribute of parameters of a tensor class: the names of the class's own attributes."""
 _PLAIN = {nn.Parameter, DTensor, RaggedDTensor}
-_NO_MARKS = frozenset({REPLACED, GATHERED_OF, SUMMED_OVER, SINK, "_local_tensor", "_spec", "_is_param"})
+_NO_MARKS = frozenset({REPLACED, GATHERED_OF, SHARDED_OF, SUMMED_OVER, SINK, "_local_tensor", "_spec", "_is_param"})
 """Attributes that this package and torch set on parameters."""
 
 
@@ -226,6 +226,7 @@ class GroupParam:
     def __init__(self, source: OriginalParameter, sharded: nn.Parameter, placement: Placement, spec: DTensorSpec) -> None:
         self.name, self.fqn, self.owners, self.parallel = source.name, source.name, source.owners, source.parallel
         self.sharded, self.placement, self.spec = sharded, placement, spec
+        sharded.__dict__[SHARDED_OF] = PrivateMark((weakref.ref(self),))
         self.tied = sharded if source.tied else None
         self.sharers = () if source.tied else sharers(source.value, self)
         """Parameters whose originals had the same memory."""
@@ -270,6 +271,7 @@ class GroupParam:
         if sharded is not self.sharded:
             self.sharded.__dict__[REPLACED], self.sharers = True, ()
             sharded.__dict__.pop(REPLACED, None)
+            sharded.__dict__[SHARDED_OF] = PrivateMark((weakref.ref(self),))
             self.sharded = sharded
         self.kept, self.outer = local_of(sharded), outer_of(sharded)
 

@@ -1,4 +1,4 @@
-"""Parameters that share memory: an update of one changes the other in one process, but each of them has its own shards.
+"""Parameters and buffers that share memory: an update of one changes the other in one process, but each parameter has its own shards.
 
 The mark lies on the storage object, which torch keeps as long as any tensor uses the memory. Parameters of one model are compared at its
 first forward, since other models may hold tensors of the same state dict.
@@ -16,18 +16,28 @@ _SHARDED = "_vescale_sharded"
 
 
 def sharers(original: torch.Tensor, param: Any) -> tuple[weakref.ref[Any], ...]:
-    """Return the sharded parameters whose originals share elements with ``original``. Mark the memory of ``original`` as that of ``param``.
-
-    Only plain tensors without gaps are compared.
-    """
-    if type(original) not in (torch.Tensor, nn.Parameter) or original.is_meta or not original.numel():
+    """Return the sharded parameters whose originals share elements with ``original``. Mark its memory as that of ``param``."""
+    if (extent := _extent(original)) is None:
         return ()
-    start = original.storage_offset()
-    end = start + sum((size - 1) * stride for size, stride in zip(original.shape, original.stride(), strict=True)) + 1
-    if end - start != original.numel():
-        return ()
-    start, end = start * original.itemsize, end * original.itemsize
+    found = sharded_in(original)
     marks = original.untyped_storage().__dict__
-    alive = [mark for mark in marks.get(_SHARDED, ()) if mark[0]() is not None]
-    marks[_SHARDED] = [*alive, (weakref.ref(param), start, end)]
-    return tuple(ref for ref, first, last in alive if first < end and start < last)
+    marks[_SHARDED] = [*(mark for mark in marks.get(_SHARDED, ()) if mark[0]() is not None), (weakref.ref(param), *extent)]
+    return found
+
+
+def sharded_in(tensor: torch.Tensor) -> tuple[weakref.ref[Any], ...]:
+    """Return the sharded parameters whose originals share elements with ``tensor``. Only plain tensors without gaps are compared."""
+    if (extent := _extent(tensor)) is None:
+        return ()
+    start, end = extent
+    marks = tensor.untyped_storage().__dict__.get(_SHARDED, ())
+    return tuple(ref for ref, first, last in marks if ref() is not None and first < end and start < last)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return the first byte of a plain tensor in its storage, and the byte after its last one; None if it has gaps or no memory."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
+        return None
+    start = tensor.storage_offset()
+    end = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return (start * tensor.itemsize, end * tensor.itemsize) if end - start == tensor.numel() else None

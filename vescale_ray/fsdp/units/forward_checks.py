@@ -14,6 +14,7 @@ from vescale_ray.compat.core import global_optimizer_pre_hooks
 from vescale_ray.compat.fsdp import REGISTRY_KEY
 from vescale_ray.fsdp.layouts.group_parameter import REPLACED, GroupParam, gathered_of, local_of
 from vescale_ray.fsdp.layouts.phases import Residency
+from vescale_ray.fsdp.layouts.shared_memory import sharded_in
 from vescale_ray.fsdp.layouts.wire import CodeWire
 
 if TYPE_CHECKING:
@@ -272,6 +273,19 @@ def check_memory(params: Sequence[GroupParam]) -> None:
                 f"parameters {other.fqn!r} and {param.fqn!r} shared memory before fully_shard, which gives each its own shards: tie them "
                 f"as one parameter of one unit (head.weight = embedding.weight), or give one its own memory (weight.data.clone())"
             )
+
+
+def warn_of_shared_buffers(units: Sequence[Unit], module: nn.Module) -> None:
+    """Warn of buffers below ``module`` that shared memory with a trained parameter before ``fully_shard``: they no longer follow it."""
+    mine = {id(param): param for unit in units for group in unit.groups for param in group.params}
+    for name, buffer in module.named_buffers():
+        for param in filter(None, (mine.get(id(ref())) for ref in sharded_in(buffer))):
+            if param.sharded.requires_grad:
+                warnings.warn(
+                    f"buffer {name!r} shared memory with parameter {param.fqn!r} before fully_shard, and keeps the values of that time: "
+                    f"compute with the parameter instead, or give the buffer its own memory (.clone()) if that is meant",
+                    stacklevel=2,
+                )
 
 
 def adopt_parameters(units: Sequence[Unit]) -> None:

@@ -34,6 +34,7 @@ from vescale_ray.fsdp.units.forward_checks import (
     check_tied,
     name_parameters,
     refuse_tracing,
+    warn_of_shared_buffers,
 )
 from vescale_ray.fsdp.units.forward_order import ForwardOrder
 from vescale_ray.fsdp.units.marks import Call
@@ -131,6 +132,7 @@ class Schedule:
             for group in root.groups:
                 schedule.lanes.pool.keep_apart(group.gathered.nbytes, group.grads.buffer_bytes)
         check_all_ignored(schedule.units, modules[0])
+        warn_of_shared_buffers(schedule.units, modules[0])
         return schedule
 
     def _take_in(self, found: dict[int, tuple[Unit, list[str]]], fqns: dict[int, str]) -> None:
