@@ -68,6 +68,13 @@ class Named(Pair):
         return super().__new__(cls, x, 3.0)
 
 
+class Both(tuple[Any, ...]):
+    def __new__(cls, x: torch.Tensor, factor: float) -> Any:
+        made = super().__new__(cls, (x,))
+        made.factor = factor
+        return made
+
+
 def late(x: torch.Tensor) -> Late:
     made = Late("late")
     made.x = x
@@ -89,6 +96,7 @@ KINDS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tens
     "dict with a constructor": (Tagged, lambda it: it["x"] * it.factor),
     "list with a constructor": (lambda x: Listed(x, 3.0), lambda it: it[0] * it.factor),
     "named tuple with a constructor": (Named, lambda it: it.x * it.factor),
+    "tuple with a constructor": (lambda x: Both(x, 3.0), lambda it: it[0] * it.factor),
     "defaultdict": (default, lambda it: it["x"] * it["factor"]),
     "OrderedDict": (lambda x: OrderedDict(x=x), lambda it: it["x"]),
     "maximum": (lambda x: torch.max(x[..., None], dim=-1), lambda it: it.values),

@@ -121,8 +121,7 @@ def _mapped(function: TensorMap, tree: Any, copies: Copies | None, memo: dict[in
         items = [map_tensors(function, item, copies, memo) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
-        make: Any = getattr(tree, "_make", type(tree))  # for a named tuple, without its own __new__
-        return make(items)
+        return _tuple_like(tree, items)
     if isinstance(tree, list):
         items = [map_tensors(function, item, copies, memo) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
@@ -164,6 +163,15 @@ def _mapped(function: TensorMap, tree: Any, copies: Copies | None, memo: dict[in
             copies.add(tree, instance)
         return instance
     return tree
+
+
+def _tuple_like(tree: Any, items: list[Any]) -> Any:
+    """Return a tuple of ``items`` of the class of ``tree``, with its attributes, without calling the class's own ``__new__``."""
+    if hasattr(tree, "n_sequence_fields"):  # a result of torch.max, whose class tuple.__new__ refuses
+        return type(tree)(items)
+    made = tuple.__new__(type(tree), items)
+    getattr(made, "__dict__", {}).update(getattr(tree, "__dict__", {}))
+    return made
 
 
 def grad_tensors(tree: Any) -> list[torch.Tensor]:
