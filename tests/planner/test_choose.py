@@ -98,6 +98,15 @@ def test_memory_by_kind_matches_values_worked_out_by_hand() -> None:
     assert states["adamw8bit"] == pytest.approx(8 - 6 * matrices, rel=0.01)
 
 
+def test_a_plan_of_gpt_oss_counts_one_unit_of_gradients() -> None:
+    """In BF16, and two chunks of a sixth in FP32; two copies in FP32 would be 23.9 GiB."""
+    memory = predict_memory(plan_model(model_shapes("gpt-oss-120b"), 1024), Policy())
+    unit = 2 * 3_213_080_192
+    assert memory.gathered == pytest.approx(2 * unit, rel=1e-3)
+    assert memory.gradient_buffers == pytest.approx(unit + 2 * (512 << 20), rel=1e-3) and memory.gradient_buffers < 7 * 2**30
+    assert memory.total < 33 * 2**30
+
+
 def test_the_plan_tells_the_scales_among_the_codes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--model", "llama-3-8b", "--devices", "8", "--group", "8", "--optimizer", "adamw8bit", "--dtype", "fp8"]
     main(words)
