@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from tests.ranks import run_gloo
@@ -59,6 +60,26 @@ def compiled_frames(how: Any) -> tuple[int, int]:
     handle.remove()
     assert any(file == __file__ for file in files)
     return counter.frame_count, sum("/vescale_ray/" in file for file in files)
+
+
+def compiled_training(how: Any, rank: int, dtype: torch.dtype) -> list[float]:
+    """Losses of four steps of compiled blocks, each of which is one graph, and the squares of the parameters after them."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    model = sharded(functools.partial(how, mp_policy=policy), backend="aot_eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for step in range(4):
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(100 * rank + 2 * step + micro))
+            loss = (model(x.to(dtype)).float() - 1).square().mean()
+            loss.backward()
+            found.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *(p.full_tensor().double().square().sum().item() for p in model.parameters())]
 
 
 def compiled_optimizer(how: Any) -> tuple[float, float]:
@@ -166,6 +187,16 @@ def looks(rank: int, world: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
     return dict(run_gloo(2, looks)[0])
+
+
+def compiled_both(rank: int, world: int, dtype: torch.dtype) -> tuple[list[float], list[float]]:
+    return compiled_training(fully_shard, rank, dtype), compiled_training(torch_fully_shard, rank, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-3)])
+def test_compiled_blocks_train_as_under_torchs_fully_shard(dtype: torch.dtype, bound: float) -> None:
+    for ours, theirs in run_gloo(2, compiled_both, dtype):
+        assert ours == pytest.approx(theirs, rel=bound) and ours[6] < ours[0]
 
 
 def test_identical_blocks_share_their_compilations(seen: dict[str, Any]) -> None:
