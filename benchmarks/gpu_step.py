@@ -3,9 +3,10 @@
     python benchmarks/gpu_step.py [--systems fsdp2,ours,..] [--compile no,yes] [--profile] [--device cuda|cpu] [--json OUT]
 
 One NCCL rank; FP32 parameters, BF16 compute, fused AdamW, 4 sequences of 2,048 tokens; with ``--compile yes`` each block is compiled. With
-one rank ours gathers nothing; ``ours_collectives`` makes it gather and reduce. Rounds run every system once in rotated order, except that
-peaks are those of each system alone. ``host`` is the time until the step has been queued. ``--profile`` shows for one step of each system
-how long each stream computes, the largest gaps of the computing stream, and the longest kernels. On a CPU the model is tiny.
+one rank ours gathers nothing; ``ours_collectives`` makes it gather and reduce. ``ours_fp8`` has FP8 weights and products, which need a
+Hopper or Blackwell GPU: ``--systems ours,ours_fp8`` compares it with BF16. Rounds run every system once in rotated order, except that peaks
+are those of each system alone. ``host`` is the time until the step has been queued. ``--profile`` shows for one step of each system how
+long each stream computes, the largest gaps of the computing stream, and the longest kernels. On a CPU the model is tiny.
 """
 
 from __future__ import annotations
@@ -34,8 +35,12 @@ from benchmarks.ranks import join
 from benchmarks.reporting import figure, write
 from vescale_ray.fsdp import fully_shard
 from vescale_ray.models.llama import Llama, LlamaConfig
+from vescale_ray.optim import fp8_policy
+from vescale_ray.quantization import Fp8Block, compute_in_fp8
 
 SYSTEMS = ("fsdp2", "fsdp2_again", "ours", "ours_collectives", "none")
+OTHERS = ("ours_fp8",)
+"""Systems that only ``--systems`` names."""
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 GAP_MS = 0.1
 
@@ -49,14 +54,18 @@ def build(system: str, device: torch.device, compiled: bool) -> tuple[Any, Llama
         config, batch = LlamaConfig(dim=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=320, max_seq=32), 2
     with torch.device("meta"):
         model: Any = Llama(config)
+    formats: dict[str, Any] = {}
+    if system == "ours_fp8":
+        formats["quantize_policy"] = fp8_policy(model, Fp8Block(scales="power_of_two"))
+        compute_in_fp8(model, formats["quantize_policy"])
     if compiled:
         for layer in model.layers:
             layer.compile()
     if system != "none":
         how: Callable[..., Any] = torch_fully_shard if system.startswith("fsdp2") else fully_shard
         for layer in model.layers:
-            how(layer, mp_policy=BF16)
-        how(model, mp_policy=BF16)
+            how(layer, mp_policy=BF16, **formats)
+        how(model, mp_policy=BF16, **formats)
     model.to_empty(device=device)
     generator = torch.Generator(device=device).manual_seed(0)
     with torch.no_grad():
@@ -181,8 +190,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     systems = options.systems.split(",")
-    if unknown := set(systems) - set(SYSTEMS):
-        parser.error(f"--systems {','.join(sorted(unknown))}: use some of {','.join(SYSTEMS)}")
+    if unknown := set(systems) - {*SYSTEMS, *OTHERS}:
+        parser.error(f"--systems {','.join(sorted(unknown))}: use some of {','.join((*SYSTEMS, *OTHERS))}")
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     torch.set_num_threads(1)
     figures: dict[str, Any] = {}

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 
+from benchmarks.gpu_step import stepper  # type: ignore[import-not-found]
 from tests.fsdp.transformer import part
-from tests.ranks import run_threads
+from tests.ranks import run_gloo, run_threads
 from vescale_ray import Fp8Block, compute_in_fp8, fully_shard
 from vescale_ray.quantization.fp8 import dequantize, quantize, scale_values
 from vescale_ray.quantization.operands import Operand, for_gpu, operand
@@ -178,6 +179,17 @@ def trains_alike(rank: int, world: int) -> None:
         for stepped in (optimizer, reference):
             stepped.step()
             stepped.zero_grad()
+
+
+def losses_of_the_benchmark(rank: int, world: int) -> list[list[float]]:
+    steps = [stepper(system, torch.device("cpu"), compiled=False) for system in ("ours", "ours_fp8")]
+    return [[step().item() for _ in range(3)] for step in steps]
+
+
+def test_the_gpu_benchmark_trains_in_fp8_as_in_bf16() -> None:
+    """A GPU times the same model with 1.14 billion parameters."""
+    ((plain, coded),) = run_gloo(1, losses_of_the_benchmark)
+    assert coded == pytest.approx(plain, rel=0.02) and coded != plain and coded[-1] < coded[0]
 
 
 def test_compiled_layers_give_the_same_numbers() -> None:
