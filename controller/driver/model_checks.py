@@ -136,6 +136,18 @@ def check_document_mask(model: Any, trial: Trial) -> None:
         raise RunRefused(f"data.document_mask = true: the layers of transformers' {kind} do not keep documents apart; set it to false")
 
 
+def without_products(model: Any, policy: Any) -> list[str]:
+    """Return a warning if the policy gives an FP8 format to weights that no layer with FP8 products holds, as fused experts."""
+    from vescale_ray.quantization.products import Fp8Linear
+
+    held = {id(module.weight) for module in model.modules() if isinstance(module, Fp8Linear)}
+    names = [name for name, p in model.named_parameters() if id(p) not in held and policy(name, p) is not None]
+    if not names:
+        return []
+    more = f" and {len(names) - 1} more weights" if len(names) > 1 else ""
+    return [f"train.quantize_products = true: {names[0]}{more} multiply in train.param_dtype, since only linear layers have FP8 products"]
+
+
 def check_vocabulary(model: Any, config: RunConfig) -> None:
     """Refuse a model whose embeddings have fewer rows than the data has token ids. It would fail in a step, on a GPU without a clear
     error."""

@@ -19,7 +19,7 @@ from vescale_ray.config.given import CORPUS, FACTORY
 from vescale_ray.controller.driver.data_checks import check_tokenizer, open_data
 from vescale_ray.controller.driver.data_warnings import warnings_of
 from vescale_ray.controller.driver.local_ray import address_of, check_address
-from vescale_ray.controller.driver.model_checks import check_loss, check_model, check_selective
+from vescale_ray.controller.driver.model_checks import check_loss, check_model, check_selective, without_products
 from vescale_ray.controller.driver.resumption import changes_since, check_same_base, check_same_stream, choose_commit
 from vescale_ray.controller.driver.without_effect import without_effect
 from vescale_ray.controller.protocol import RunRefused, StateSource
@@ -314,7 +314,9 @@ def _expected(config: RunConfig) -> tuple[dict[str, _Expected], Sequence[str]]:
         warnings = check_model(model, config)
         routing = route_parameters(model, OptimizerConfig.of(config.train))
         check_options(OptimizerConfig.of(config.train))
-        apply_quantization(config, model)
+        policy = apply_quantization(config, model)
+        if config.train.quantize_products:
+            warnings += without_products(model, policy)
         held = {name: tuple(p.shape) for name, p in model.named_parameters() if config.model.lora is None or is_adapter(name)}
         if config.train.activation_checkpointing == "selective":
             check_selective(model, config)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.controller.runs import tiny
 from vescale_ray.config import parse_config
+from vescale_ray.controller.driver import preflight
 from vescale_ray.controller.driver.without_effect import _UNUSED, without_effect
 
 
@@ -60,3 +63,16 @@ def test_keys_of_the_table_exist() -> None:
     for key in _UNUSED:
         section, _, name = key.partition(".")
         assert name in type(getattr(config, section)).model_fields
+
+
+def test_weights_without_fp8_products_are_told(tmp_path: Path) -> None:
+    sizes = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "experts": 4, "top_k": 2, "ffn": 48, "vocab": 256}
+    experts = {"model_factory": "vescale_ray.models.moe:build", "model_args": sizes}
+
+    def warned(**changes: Any) -> list[str]:
+        config = tiny(tmp_path, "r", train_quantize="fp8 16x16", **changes)
+        return [line for line in preflight.foresee(config).warnings if "quantize" in line]
+
+    (line,) = warned(**experts, train_quantize_products=True)
+    assert line.startswith("train.quantize_products = true: layers.0.ffn.experts.gate_up_proj and 3 more weights multiply in")
+    assert warned(**experts) == [] == warned(train_quantize_products=True)
