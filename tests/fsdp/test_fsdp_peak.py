@@ -1,18 +1,25 @@
-"""Host memory of the engine while a step's activations are at their peak, from the end of forward into backward."""
+"""Memory of the engine in a step: on a simulated accelerator, and on the host while activations are at their peak."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from tests.ranks import run_gloo
-from vescale_ray.fsdp import explain, fully_shard
+from tests.fsdp import test_fsdp_streams
+from tests.fsdp.towers import Tower, inputs, seeded, shard_tower
+from tests.ranks import run_gloo, run_threads
+from vescale_ray.fsdp import MixedPrecisionPolicy, explain, fully_shard
 from vescale_ray.fsdp.buffers.memory import Pool, may_stay
+from vescale_ray.fsdp.surface import overview
 from vescale_ray.fsdp.units.schedule import unit_of
+from vescale_ray.planner.step_buffers import device_buffers
 
 SIDE = 256
+simulated_streams = test_fsdp_streams.streams
 Q = SIDE * SIDE * 4
 """Bytes of one weight. On two ranks, gathering two weights adds as much, since a rank's own half stays."""
 
@@ -104,3 +111,31 @@ def test_engine_holds_only_buffers_in_use_at_the_activation_peak() -> None:
         stays = 2 * layer + layers
         assert kept["forward 1.0"] == kept["after forward"] == stays + root and kept["after backward"] == stays
         assert kept["backward 3.3"] == kept["backward 0.3"] == stays + root + 2 * head
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_step_allocates_the_device_memory_that_explain_counts(
+    simulated_streams: Any, mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overview, "host_buffers", device_buffers)
+    for peak, told, more in run_threads(2, most_allocated, simulated_streams, mixed):
+        assert peak == told
+        assert more > told, "a third gathered unit is seen"
+
+
+def most_allocated(rank: int, world: int, streams: Any, mixed: bool) -> tuple[int, int, int]:
+    """Return the most bytes of buffers in a step, those that ``explain`` counts, and the most if two units are gathered ahead."""
+    here, dtype = streams(), torch.bfloat16 if mixed else torch.float32
+    model: Any = shard_tower(seeded(Tower), mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
+    peaks = []
+    for ahead in (False, True):
+        here.peak = 0
+        for one, *following in zip(model.layers[2:], model.layers[1:], model.layers, strict=False):
+            if ahead:
+                one.set_modules_to_backward_prefetch(following)
+        for step in range(3):
+            model(inputs(rank, world, step)).float().square().mean().backward()
+        peaks.append(here.peak)
+    told = explain(model).memory
+    chunk = 4 * max(g.layout.numel for m in (model, *model.layers) for g in unit_of(m).groups) if mixed else 0
+    return peaks[0], told["gathered"] + told["gradient_buffers"] - chunk, peaks[1]

@@ -75,8 +75,11 @@ class World:
         self.together, self.reduced_together = [], []
         """Number of buffers of each call."""
         self.blocks, self.freed, self.count = {}, defaultdict(list), 0
+        self.held = self.peak = 0
 
     def allocate(self, buffer):
+        self.held += buffer.nbytes
+        self.peak = max(self.peak, self.held)
         freed = self.freed[self.current.name, buffer.nbytes]
         if not freed:
             self.count += 1
@@ -88,6 +91,7 @@ class World:
         return None if block is None else (block[0], block[0] + buffer.nbytes)
 
     def free(self, buffer):
+        self.held -= buffer.nbytes
         block = self.blocks.pop(buffer._storage.untyped_storage()._cdata)
         self.freed[block[1], buffer.nbytes].append(block)
 
