@@ -1,12 +1,15 @@
 """Bytes and time of gathers in FP8, against gathers in BF16 of the same engine, in the same processes.
 
     python benchmarks/fp8_gather.py [--ranks 2,4] [--emulated 64,256,1024] [--rounds 15] [--width 1024] [--emulated-width 4096]
-        [--json OUT]
+        [--models llama-3-8b,gpt-oss-20b,deepseek-v3] [--json OUT]
 
 The model is a tower of square matrices with few tokens, so that communication counts. Rounds alternate between BF16, FP8 and BF16 again;
 figures are ratios of FP8's step to BF16's, and the second BF16 shows the noise. ``sent`` are the bytes that a rank gives to all-gathers in
 one step, in forward and in backward. On emulated ranks one process trains, and a modelled link takes the time of collectives. Tiles have
 128 x 128 elements. Many ranks share them, and each all-gather then follows a small all-reduce, whose bytes do not count as ``sent``.
+
+``--models``: the layers of these models are gathered once on emulated ranks. The figure is all bytes on the wire, those all-reduces
+included, relative to BF16's. Stacks have at most 8 experts, so that a layer fits in memory.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from benchmarks.ranks import join, run_ranks
 from benchmarks.reporting import figure, write
 
 LAYERS, TOKENS = 6, 16
+MOST_EXPERTS = 8
+"""Experts of a model's layer that are gathered."""
 LINK_SCALE = 300.0
 """Factor on the emulated link's times: the model is small and runs on a CPU core, so the link is as much slower than an H100's."""
 
@@ -106,6 +111,40 @@ def on_emulated(_rank: int, _world: int, _store: str, width: int, rounds: int, r
         out.put((0, alternate(width, rounds, lambda: None)))
 
 
+def wire_share(name: str, ranks: int) -> float:
+    """Bytes that gathers of the layers of a known model put on the wire of ``ranks`` emulated ranks in FP8, relative to BF16."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from vescale_ray import fully_shard
+    from vescale_ray.emulation import emulated_world
+    from vescale_ray.optim import fp8_policy
+    from vescale_ray.planner.models.model_shapes import model_shapes
+
+    precision, total = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), {True: 0, False: 0}
+    for shapes in (unit for unit in model_shapes(name).units if unit.name.startswith("layer")):
+        for quantized in total:
+            layer = nn.Module()
+            for p in shapes.params:
+                shape = (min(p.shape[0], MOST_EXPERTS), *p.shape[1:]) if len(p.shape) == 3 else p.shape
+                layer.register_parameter(p.name.replace(".", "_"), nn.Parameter(torch.empty(shape, device="meta")))
+            with emulated_world(ranks, scale=0.0) as wire:
+                unit: Any = fully_shard(layer, mp_policy=precision, quantize_policy=fp8_policy(layer) if quantized else None, to_empty=True)
+                with torch.no_grad():
+                    for parameter in unit.parameters():
+                        parameter.to_local().fill_(1.0)
+                wire.log.clear()
+                unit.unshard()
+                total[quantized] += shapes.count * sum(nbytes for _, nbytes, *_ in wire.log)
+    return total[True] / total[False]
+
+
+def on_wire(_rank: int, _world: int, _store: str, name: str, ranks: int, out: Any) -> None:
+    """One process that claims to be one of ``ranks``, and gathers layers of a known model."""
+    out.put((0, wire_share(name, ranks)))
+
+
 def report(label: str, found: dict[str, Any], figures: dict[str, Any]) -> None:
     """Print one row and add its figures."""
     seconds, sent = found["seconds"], found["sent"]
@@ -129,6 +168,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--width", type=int, default=1024, help="rows and columns of each matrix; a multiple of 128")
     parser.add_argument("--emulated-width", type=int, default=4096, help="the same on claimed ranks, of which each needs a few rows")
+    parser.add_argument("--models", default="llama-3-8b,gpt-oss-20b,deepseek-v3", help="known models to gather layers of; empty: none")
+    parser.add_argument("--model-ranks", default="8,64,256", help="numbers of claimed ranks for them")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     figures: dict[str, Any] = {}
@@ -138,6 +179,11 @@ def main() -> int:
         report(f"{world} gloo", found[0], figures)
     for ranks in (int(n) for n in given.emulated.split(",") if n):
         report(f"{ranks} emulated", run_ranks(on_emulated, 1, given.emulated_width, given.rounds, ranks)[0], figures)
+    for name in (name for name in given.models.split(",") if name):
+        for ranks in (int(n) for n in given.model_ranks.split(",") if n):
+            share = run_ranks(on_wire, 1, name, ranks)[0]
+            figures[f"{name} {ranks}/bytes"] = figure([share], "x", goal="<= 0.51", peer="bf16")
+            print(f"{name + ', ' + str(ranks):<24}{share:>9.4f} of BF16's bytes", flush=True)
     write(given.json, figures, layers=LAYERS, width=given.width, emulated_width=given.emulated_width, tokens=TOKENS, link_scale=LINK_SCALE)
     return 0
 

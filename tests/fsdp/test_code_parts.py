@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from benchmarks.fp8_gather import wire_share  # type: ignore[import-not-found]
 from vescale_ray.fsdp.layouts.code_parts import CodeParts
 from vescale_ray.geometry import Block
 from vescale_ray.planner import Bundle, TensorSpec, model_shapes, plan_buffers, plan_layout
@@ -85,3 +86,15 @@ def test_layers_of_known_models_send_half_of_bf16s_bytes(model: str, ranks: int)
     assert coded <= 0.51 * plain, coded / plain
     plan = plan_model(model_shapes(model), ranks, codes=Codes(Fp8Block().block))
     assert sent == sum(sum(u.part_bytes(torch.bfloat16)) * u.count for u in plan.units if u.coded is not None), "the planner says the same"
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks"),
+    [
+        ("gpt-oss-20b", 64),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("llama-3-8b", 8), ("llama-3-8b", 128), ("deepseek-v3", 128))),
+    ],
+)
+def test_layers_put_half_of_bf16s_bytes_on_the_wire(model: str, ranks: int) -> None:
+    """Magnitudes of tiles that ranks share are among the bytes. Stacks have 8 experts."""
+    assert 0.49 < wire_share(model, ranks) <= 0.51
