@@ -38,6 +38,6 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int] | None:
     """Return the first byte of a plain tensor in its storage, and the byte after its last one; None if it has gaps or no memory."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
         return None
-    start = tensor.storage_offset()
+    start = int(tensor.storage_offset())
     end = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return (start * tensor.itemsize, end * tensor.itemsize) if end - start == tensor.numel() else None
