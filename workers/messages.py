@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from vescale_ray.workers.monitoring.pace import View
     from vescale_ray.workers.resharding.held_state import HeldState, Resume
 
-STREAM = "stream"
-"""Key under which a worker's configuration holds the values that determine the order of samples."""
 STOP, RESCALE, CHECKPOINT = 1, 2, 4
 """Flag bits that a controller requests. ``Trainer.step`` only ORs them over the ranks."""
 BUSY = 8

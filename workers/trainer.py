@@ -281,7 +281,7 @@ class Trainer:
                 self.beat()
         sums = torch.tensor([float(total), counted], dtype=torch.float64)
         dist.all_reduce(sums)
-        return float(sums[0]) / max(1.0, float(sums[1])), count
+        return float(sums[0]) / float(sums[1]) if sums[1] else float("nan"), count
 
     def close(self) -> None:
         """Release model, optimizer and mesh, so that buffers are freed and a dissolved group's sockets can close. Idempotent."""

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from vescale_ray.config.given import STREAM
 from vescale_ray.errors import one_line
-from vescale_ray.workers.messages import STREAM, Give, Join, Order, Outlined, Ticket, WorkerInfo, WorkerPhase, WorkerReport
+from vescale_ray.workers.messages import Give, Join, Order, Outlined, Ticket, WorkerInfo, WorkerPhase, WorkerReport
 from vescale_ray.workers.monitoring.heartbeat import IN, RECORDER, Heartbeat, offer_stacks, stacks
 from vescale_ray.workers.monitoring.process import born
 from vescale_ray.workers.network.reachability import ProbePort, choose_interface, group_address, unreached

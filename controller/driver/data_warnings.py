@@ -23,7 +23,7 @@ _MASKS = frozenset({"labels", "loss_mask", "completion_mask", "assistant_masks"}
 
 def warnings_of(dataset: Any, sets: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     """Yield a warning for each fault of the data that does not prevent the run."""
-    yield from damaged(dataset, sets)
+    yield from damaged(dataset)
     yield from scarce(dataset, config)
     yield from left_out(dataset)
     yield from cut(dataset, config.data.seq_len)
@@ -34,13 +34,15 @@ def warnings_of(dataset: Any, sets: Mapping[str, Any], config: RunConfig) -> Ite
     yield from unread_keys(dataset, sets, config)
 
 
-def damaged(dataset: Any, sets: Mapping[str, Any]) -> Iterator[str]:
+def damaged(dataset: Any) -> Iterator[str]:
     """Warn of data that is left out because it is damaged."""
-    evaluated = {f"data.eval.{name}": one for name, one in sets.items()}
-    for name, source in {**_sources(dataset), **evaluated}.items():
-        skipped = getattr(source, "skipped", None)
+    from vescale_ray.data.block_dataset import BlockDataset
+
+    for name, source in _sources(dataset).items():
+        skipped = source.skipped if isinstance(source, BlockDataset) else None
         if skipped is not None and (skipped.files or skipped.records):
-            yield f"{name}: {skipped.files:,} damaged files and {skipped.records:,} damaged records are left out (data.damaged = skip)"
+            what = f"{skipped.files:,} missing or damaged files and {skipped.records:,} damaged records"
+            yield f"{name}: {what} are left out (data.damaged = skip)"
             yield from (f"{name}: left out: {text}" for text in skipped.texts)
 
 

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from vescale_ray.config import RunConfig
+from vescale_ray.config.given import STREAM
 from vescale_ray.controller.bounded_io import BoundedIO
 from vescale_ray.controller.driver.local_ray import Cluster
 from vescale_ray.controller.driver.preflight import Foreseen, Preflight, check
@@ -30,7 +31,7 @@ from vescale_ray.controller.statistics.goodput import Goodput
 from vescale_ray.controller.worker_group.clocks import AwakeClock
 from vescale_ray.errors import BadInput
 from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.messages import STREAM, Origin
+from vescale_ray.workers.messages import Origin
 
 if TYPE_CHECKING:
     from vescale_ray.controller.state.durable_state import DurableState
@@ -143,8 +144,8 @@ def run(
             if ready.source.step >= config.train.steps:
                 return _nothing_to_do(config, folder, ready)
             asked = _asked_for(folder, attempt.run_id) or asked
-            wish = [ScheduledAction(0, "rescale", asked)] if asked else []  # keeps the number of workers last asked for
-            schedule = [*wish, *(action for action in schedule if action.step > result.step)]
+            last = [ScheduledAction(0, "rescale", asked)] if asked else []  # keeps the number of workers last asked for
+            schedule = [*last, *(action for action in schedule if action.step > result.step)]
             warnings.append(f"{result.error}, at step {result.step}; the run was begun anew from step {ready.source.step}")
 
 

@@ -101,7 +101,7 @@ def foresee(config: RunConfig) -> Foreseen:
     from vescale_ray.data.text.prompts import encoded_prompts
 
     _check_given(config)
-    warnings += tuple(_doubts_of_folder(config))
+    warnings += tuple(_warnings_of_folder(config))
     dataset, sets = open_data(config)
     if (shown := config.train.completions) is not None:
         encoded_prompts(shown.prompts, config.data.tokenizer, dataset.unit, dataset.vocab)
@@ -112,7 +112,7 @@ def foresee(config: RunConfig) -> Foreseen:
     return Foreseen(config, stream_of(config, dataset), expected, dataset.bytes_per_token, (*warnings, *told))
 
 
-def _doubts_of_folder(config: RunConfig) -> Iterator[str]:
+def _warnings_of_folder(config: RunConfig) -> Iterator[str]:
     """Warn of misspelled keys in the ``config.json`` of ``model.hf``, and of a default that does not suit its weights."""
     if config.model.hf is not None:
         from vescale_ray.models.config_faults import misspelled

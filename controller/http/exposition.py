@@ -215,7 +215,7 @@ def _of_steps(s: Snapshot, of: _Families) -> Iterator[Metric]:
     yield from of.counter("vescale_clipped_steps", "Steps with a gradient that was clipped.", s.clipped_steps)
     text = "Steps that the optimizer did not take, because gradients were not finite."
     yield from of.counter("vescale_skipped_steps", text, s.skipped_steps)
-    text = "Tokens read ahead and in memory, on the rank with the fewest."
+    text = "Tokens in memory for the current and the next steps, on the rank with the fewest."
     yield from of.gauge("vescale_data_waiting_tokens", text, s.data_waiting_tokens)
     yield from of.counter("vescale_data_read_bytes", "Bytes of tokens in memory that all workers have ever read.", s.data_read_bytes)
     text = "Data that is left out because it is damaged, on the rank that leaves out the most."

@@ -87,7 +87,7 @@ class Snapshot:
         waited: seconds for which each rank has waited for others, by cause (``messages.Usage``). ``reshard`` is the whole time of its moves
             of shards to new generations.
         memory_kinds: bytes of each rank, by kind (``messages.Usage``); ``device_memory``: bytes of its accelerator.
-        data_waiting_tokens: fewest tokens that a rank has read ahead; ``data_read_bytes``: bytes of tokens that all workers have read;
+        data_waiting_tokens: fewest tokens that a rank has in memory; ``data_read_bytes``: bytes of tokens that all workers have read;
             ``data_skipped``: most ``files`` and ``records`` that a rank leaves out because they are damaged.
         alloc_retries: times that the allocator of each rank's accelerator had to give memory back and try again.
         rank_step_seconds: seconds of the last step that each rank has reported.

@@ -160,7 +160,7 @@ class Grower:
         return told
 
 
-def test_granted_wish_is_room_and_spares_have_it_first() -> None:
+def test_granted_request_is_room_and_spares_have_it_first() -> None:
     elastic = parse_config({"elastic": {"workers": 2, "max_workers": 5, "grow": True, "grow_after_s": 0.0, "spares": 1}}).elastic
     run, policy = RunProgress(2, 0, 0, 2, 5, 100, 0.1, 0.0), Autoscaling(elastic)
     assert policy.grow(run, 1.0) == (None, []) and policy.spare_places(0, 1.0) == 0, "nothing is known yet"

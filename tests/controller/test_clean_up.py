@@ -257,20 +257,20 @@ def test_ctrl_c_in_a_pending_change_saves_and_leaves_nothing(tmp_path: Path, dri
     exist."""
     common: dict[str, Any] = {"train_steps": 100_000, "checkpoint_every": 0, "elastic_workers": 2, "ray_cpus_per_worker": 1.0}
     growing = {"ray_num_cpus": 2, "elastic_max_workers": 4, "elastic_grow": True, "elastic_demand": 2}
-    by_wish: dict[str, Driver] = {}
-    for wish, changes in (("growth", growing), ("rescale", {"ray_num_cpus": 3, "elastic_max_workers": 3})):
-        (tmp_path / wish).mkdir()
-        by_wish[wish] = Driver(tmp_path / wish, terminal=True, **common, **changes)
-        drivers.append(by_wish[wish])
-    for wish, driver in by_wish.items():
+    by_cause: dict[str, Driver] = {}
+    for cause, changes in (("growth", growing), ("rescale", {"ray_num_cpus": 3, "elastic_max_workers": 3})):
+        (tmp_path / cause).mkdir()
+        by_cause[cause] = Driver(tmp_path / cause, terminal=True, **common, **changes)
+        drivers.append(by_cause[cause])
+    for cause, driver in by_cause.items():
         driver.wait_for_step(5)
         left = driver.sockets() & listening(), ray_folders(driver)
 
         def status(driver: Driver = driver) -> Mapping[str, Any]:
             return client.request(driver.folder, "status")
 
-        if wish == "growth":
-            until(lambda status=status: status()["places_wanted"] == 2, 60, "the wishes")  # type: ignore[misc]
+        if cause == "growth":
+            until(lambda status=status: status()["places_wanted"] == 2, 60, "the requests")  # type: ignore[misc]
         else:
             client.request(driver.folder, "rescale", {"workers": 3})
         reached = max(line["step"] for line in driver.folder.read_metrics())
@@ -283,8 +283,8 @@ def test_ctrl_c_in_a_pending_change_saves_and_leaves_nothing(tmp_path: Path, dri
         assert state is not None and (state["state"], state["step"]) == ("STOPPED", newest.step)
         events = driver.folder.read_events()
         sizes = {len(event["workers"]) for event in events if event["event"] == "generation"}
-        print(f"\n{wish}: step {newest.step}, worlds {sizes}, nothing left {seconds:.1f} s after the driver's end", end="")
-        assert sizes == {2}, "it did not wait for what it had wished for"
+        print(f"\n{cause}: step {newest.step}, worlds {sizes}, nothing left {seconds:.1f} s after the driver's end", end="")
+        assert sizes == {2}, "it did not wait for what it had requested"
         last = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", driver.text()).strip().splitlines()[-1]
         said = re.fullmatch(r"vescale-ray: interrupted; nothing is left running; resume at step (\d+) with: vescale-ray (train .+)", last)
         assert said and int(said[1]) == newest.step, last

@@ -27,7 +27,7 @@ from tests.data.sources import (
 )
 from vescale_ray.config import parse_config
 from vescale_ray.controller.driver import preflight
-from vescale_ray.data.dataset_loading import load_dataset
+from vescale_ray.data.dataset_loading import load_dataset, load_eval_sets
 from vescale_ray.data.loading_figures import figures_of, take_errors
 from vescale_ray.data.text.chat import IGNORED
 from vescale_ray.errors import BadInput
@@ -61,7 +61,7 @@ def test_files_that_can_not_be_opened_are_left_out(tmp_path: Path) -> None:
     assert (made.describe()["skipped_files"], made.describe()["skipped_records"]) == (3, 0)
     tree = {"run": {"dir": str(tmp_path)}, "data": {"corpus": corpus, "vocab": VOCAB, "damaged": "skip", "seq_len": 8, "heldout": 0.0}}
     first, *others = preflight.foresee(parse_config(tree)).warnings
-    assert first == "data.corpus: 3 damaged files and 0 damaged records are left out (data.damaged = skip)"
+    assert first == "data.corpus: 3 missing or damaged files and 0 damaged records are left out (data.damaged = skip)"
     assert [next(name for name in ("none", "b.parquet", "d.parquet") if name in one) for one in others] == [
         "none",
         "d.parquet",
@@ -107,20 +107,59 @@ def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
     assert [next(n for n in (4, 5, 6) if f"line {n}" in error) for error in take_errors(made)] == [4, 5, 6]
 
 
-def test_a_file_that_disappears_is_named_or_left_out(tmp_path: Path) -> None:
+def test_lines_damaged_later_have_no_targets_and_move_no_sample(tmp_path: Path) -> None:
+    texts = random_texts(np.random.default_rng(0), 90)
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    made, whole = (dataset(str(path), vocab=None, damaged="skip", least=1, readahead_mb=1) for _ in range(2))
+    every = np.arange(made.num_samples)
+    tokens, targets = whole.batch(every)
+    content = path.read_bytes()
+    path.write_bytes(content[:-40] + b"}" * 39 + b"\n")
+    found, wanted = made.batch(every)
+    lost = (wanted == IGNORED).any(dim=1)
+    assert lost[-1] and torch.equal(found[~lost], tokens[~lost]) and torch.equal(wanted[~lost], targets[~lost])
+    (error,) = take_errors(made)
+    assert "tokens stand where" in error and figures_of(made)["skipped_records"] > 0
+
+
+@pytest.mark.parametrize("error", [MemoryError(), pa.ArrowMemoryError("no memory"), OSError(5, "Input/output error")])
+def test_faults_of_one_machine_are_not_taken_for_damage(tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tokens(tmp_path / "a.parquet")
+    made = dataset(str(tmp_path), damaged="skip", least=1)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", fails)
+    with pytest.raises(type(error)) as caught:
+        made.batch([0])
+    assert caught.value is error and not take_errors(made)
+
+
+def test_evaluation_sets_must_be_whole(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").write_bytes(b"PAR1")
+    made = {"corpus": str(tmp_path / "a.parquet"), "damaged": "skip", "eval": {"own": {"corpus": str(tmp_path)}}}
+    section = keys(**made)
+    with pytest.raises(BadInput, match=r"data.eval.own: .*b.parquet: its footer is damaged"):
+        load_eval_sets(section, load_dataset(section))
+
+
+def test_a_file_that_disappears_is_no_damage(tmp_path: Path) -> None:
     write_tokens(tmp_path / "a.parquet")
     content = {"/data/a.parquet": (tmp_path / "a.parquet").read_bytes(), "/data/b.parquet": (tmp_path / "a.parquet").read_bytes()}
     with slow_files(content) as system:
         stops, skips = (dataset("slow://data/*.parquet", damaged=policy, least=1) for policy in ("stop", "skip"))
         system().rm_file("/data/b.parquet")
         last = [stops.num_samples - 1]
-        with pytest.raises(BadInput, match="slow:///data/b.parquet: the file is gone; put it back"):
-            stops.batch(last)
-        assert (skips.batch(last)[1] == IGNORED).all() and not (skips.batch([0])[1] == IGNORED).any()
+        for one in (stops, skips):
+            with pytest.raises(OSError, match="slow:///data/b.parquet: the file is gone; put it back"):
+                one.batch(last)
+        assert not (skips.batch([0])[1] == IGNORED).any() and not take_errors(skips)
         system().pipe_file("/data/b.parquet", content["/data/b.parquet"])
     local = dataset(str(tmp_path / "a.parquet"), least=1)
     (tmp_path / "a.parquet").unlink()
-    with pytest.raises(BadInput, match="a.parquet: the file is gone; put it back"):
+    with pytest.raises(OSError, match="a.parquet: the file is gone; put it back"):
         local.batch([0])
 
 

@@ -239,16 +239,6 @@ def test_a_state_dict_is_loaded_between_steps_only(rank: int, world: int) -> Non
     assert all(p.grad is not None for p in model.parameters())
 
 
-@on_threads(2)
-def test_using_a_resharded_parameter_names_forward_and_unshard(rank: int, world: int) -> None:
-    """A parameter that is used outside of its module's forward raises an error that says so."""
-    model = sharded()
-    with pytest.raises(ValueError, match=r"whole in its forward, in methods given to register_fsdp_forward_method\(\), or after"):
-        nn.functional.linear(batch(rank), model.layers[0].weight)
-    model.layers[0].unshard()
-    nn.functional.linear(batch(rank), model.layers[0].weight)
-
-
 # -- several roots ---------------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from tests.data.sources import write_jsonl, write_parquet
 from tests.data.test_damaged import damage_page
 from tests.workers.fleet import Fleet, State
-from tests.workers.tiny import FullState, Run, plain_run, text_of, tiny, write_text
+from tests.workers.tiny import FullState, Run, evaluate, plain_run, text_of, tiny, write_text
 from vescale_ray.config import RunConfig
 from vescale_ray.data.dataset_loading import load_eval_sets
 from vescale_ray.data.loading_figures import take_errors
@@ -110,3 +110,16 @@ def test_damaged_rows_are_no_targets_at_any_world_size(tmp_path: Path) -> None:
     np.testing.assert_allclose(run.losses(), losses, rtol=1e-4)
     assert all((told["skipped_files"], told["skipped_records"]) == (0, 30) for told in loading.values())
     assert all(told["waiting_tokens"] == 3600 and told["read_bytes"] == 7200 for told in loading.values())
+
+
+def test_held_out_samples_without_targets_have_no_loss(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).integers(0, 256, (90, 40)).tolist()
+    path = write_parquet(tmp_path / "a.parquet", pa.array(rows, pa.list_(pa.int32())), 30, compression="zstd")
+    damage_page(path, 2)
+    config = tiny(str(path), data_damaged="skip", data_vocab=256)
+    with Fleet(2) as fleet:
+        run = Run(fleet, config)
+        run.fresh([0, 1])
+        told = fleet.run(run.members, evaluate)
+        run.end()
+    assert all(math.isnan(loss) and samples == 13 for loss, samples in told.values())

@@ -141,8 +141,8 @@ class DataSection(Section):
     )
     damaged: Literal["stop", "skip"] = Field(
         default="stop",
-        description="what damaged and missing files do. stop: the run ends, and names the file. skip: files that can't be opened, damaged "
-        "lines of JSONL, and row groups that can't be read are left out, named in a warning and counted",
+        description="what happens with damaged training data. stop: the run ends, and names the file. skip: missing and damaged files, "
+        "damaged lines of JSONL and damaged row groups are left out, named in a warning and counted",
     )
     shuffle_blocks: Count = Field(
         default=16,

@@ -12,6 +12,8 @@ from typing import Any
 
 FACTORY, CORPUS = "given:", "given://"
 """Prefixes of the names of given objects in ``model.factory`` and in ``data.corpus``."""
+STREAM = "stream"
+"""Key under which a worker's configuration holds the identity of the run's data."""
 
 
 @dataclass(frozen=True)

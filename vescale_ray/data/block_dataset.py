@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from vescale_ray.data.order.block_order import BlockOrder
-from vescale_ray.data.sources.files import DamagedData, Skipped
+from vescale_ray.data.sources.files import DamagedData, FileGone, Skipped
 from vescale_ray.data.sources.read_ahead import ReadAhead
 from vescale_ray.data.sources.token_files import TokenFile
 from vescale_ray.data.text.chat import IGNORED
@@ -237,7 +237,12 @@ class BlockDataset:
     def _part(self, number: int, part: int) -> Tokens:
         file = self.files[number]
         try:
-            return file.read(part)
+            tokens = file.read(part)
+            if len(tokens) != (told := int(file.counts[part])):
+                raise DamagedData(f"{file.file.url}: {len(tokens)} tokens stand where {told} were counted; put the file back as it was")
+            return tokens
+        except FileGone as error:  # perhaps on this machine only
+            raise OSError(str(error)) from None
         except DamagedData as error:
             if self.skipped is None:
                 raise

@@ -103,11 +103,11 @@ def check_same_data(dataset: Dataset, begun: Mapping[str, Any]) -> None:
         begun: values of that data set's :meth:`Dataset.identity`, and others.
 
     Raises:
-        BadInput: files have changed since, or differ on this machine.
+        BadInput: files have changed since, or differ on this machine; or an own data set gives other samples in each process.
     """
     for key, value in dataset.identity().items():
         if key in begun and begun[key] != value:
             raise BadInput(
-                f"{key}: the files here are not those with which the run began: they have changed since, or differ on this node; put those "
-                "back"
+                f"{key}: the data here is not that with which the run began: files have changed since, or differ on this node; put those "
+                "back. An own data set must give the same samples in every process"
             )

@@ -86,6 +86,7 @@ def load_eval_sets(keys: DataSection, trained: Dataset) -> dict[str, Dataset]:
     Raises:
         BadInput: with one line, for the first thing that is wrong. For example, a set's tokens are bytes and the run's are not.
     """
+    keys = keys.model_copy(update={"damaged": "stop"})  # ranks must not evaluate on different samples
     sets = {name: _load_part(f"data.eval.{name}", keys.of(one), 0.0) for name, one in keys.eval.items()}
     check_unit([trained, *sets.values()], ["the training data", *(f"data.eval.{name}" for name in sets)])
     return sets
@@ -167,9 +168,8 @@ def _opened(found: Sequence[DataFile], work: Callable[[DataFile], TokenFile], sk
             skipped.file(one)
             continue
         opened.append(one)
-        for errors in getattr(one, "damaged_lines", {}).values():
-            for error in errors:
-                skipped.line(error)
+        for count, errors in getattr(one, "damaged_lines", {}).values():
+            skipped.lines(count, errors)
     if not opened:
         raise BadInput(f"data.corpus: no file is left; {skipped.texts[0]}")
     return opened

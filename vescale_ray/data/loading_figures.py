@@ -11,8 +11,8 @@ from vescale_ray.data.block_dataset import BlockDataset
 def figures_of(dataset: Any) -> dict[str, int]:
     """Return the figures of all sources of ``dataset`` together; empty if none of them is read in blocks.
 
-    ``waiting_tokens``: tokens in memory, read ahead. ``read_bytes``: bytes of all tokens ever read. ``skipped_files`` and
-    ``skipped_records``: what :class:`vescale_ray.data.sources.files.Skipped` counts.
+    ``waiting_tokens``: tokens in memory, with those of the current window. ``read_bytes``: bytes of all tokens ever read.
+    ``skipped_files`` and ``skipped_records``: what :class:`vescale_ray.data.sources.files.Skipped` counts.
     """
     blocks = list(_sources(dataset))
     if not blocks:

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from vescale_ray.data.order.stream import Ids
-from vescale_ray.data.sources.files import DamagedData, DataFile, gone, reason_of
+from vescale_ray.data.sources.files import MOST_TEXTS, DamagedData, DataFile, gone, reason_of
 from vescale_ray.data.text.encoders import BadDocument, Encoder, IdEncoder, Tokens, plain
 from vescale_ray.errors import BadInput
 
@@ -122,17 +122,17 @@ def guarded(file: DataFile, work: Callable[[], Any], what: str) -> Any:
 
     Raises:
         DamagedData: ``what`` of the file is damaged, or the file is gone.
-        OSError: the storage does not answer.
+        MemoryError, OSError: there is too little memory, or the storage does not answer.
     """
     try:
         return work()
-    except BadInput:
+    except (BadInput, MemoryError):
         raise
     except FileNotFoundError:
         raise gone(file.url) from None
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError) and str(error).startswith(file.url):
-            raise  # DataFile.read
+        if isinstance(error, OSError) and (error.errno is not None or str(error).startswith(file.url)):
+            raise  # the second kind is DataFile.read's
         said = f"{what} is damaged or truncated ({reason_of(error)})"
         raise DamagedData(f"{file.url}: {said}; write or download the file again") from None
 
@@ -312,8 +312,8 @@ class JsonLinesFile(LinesFile):
 
     def __init__(self, file: DataFile, column: str, encoder: Encoder, span: tuple[int, int] | None = None, line: int = 0) -> None:
         self._column = column
-        self.damaged_lines: dict[int, list[str]] = {}
-        """Errors of the damaged lines of each part that are left out."""
+        self.damaged_lines: dict[int, tuple[int, list[str]]] = {}
+        """For each part, the number of damaged lines that are left out, and the errors of the first ones."""
         super().__init__(file, encoder, span, line)
 
     def documents(self, part: int) -> Sequence[pa.Array]:
@@ -335,7 +335,7 @@ class JsonLinesFile(LinesFile):
                 del texts[number]
         if damaged and not self.file.skips:
             raise damaged[min(damaged)] from None
-        self.damaged_lines[part] = [str(damaged[number]) for number in sorted(damaged)]
+        self.damaged_lines[part] = len(damaged), [str(damaged[number]) for number in sorted(damaged)[:MOST_TEXTS]]
         return [found]
 
     def first_row(self, part: int) -> int:

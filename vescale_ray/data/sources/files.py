@@ -28,12 +28,16 @@ from vescale_ray.errors import BadInput
 _EDGE = 1 << 16
 """Bytes of each end that identify a file."""
 _GLOB = frozenset("*?[")
-_MOST_TEXTS = 20
+MOST_TEXTS = 20
 """Errors that are told of a data set. More are counted only."""
 
 
 class DamagedData(BadInput):
     """A file, or a part of it, is missing or damaged. With ``data.damaged: skip`` the run goes on without it."""
+
+
+class FileGone(DamagedData):
+    """A file is missing."""
 
 
 class Skipped:
@@ -42,7 +46,7 @@ class Skipped:
     Attributes:
         files: number of files that could not be opened.
         records: number of damaged lines, and of documents in parts that could not be read.
-        texts: the errors, at most :data:`_MOST_TEXTS`.
+        texts: the errors, at most :data:`MOST_TEXTS`.
     """
 
     def __init__(self) -> None:
@@ -56,9 +60,11 @@ class Skipped:
         """Count a file."""
         self._add(str(error), files=1)
 
-    def line(self, error: str) -> None:
-        """Count a line."""
-        self._add(error, records=1)
+    def lines(self, count: int, errors: Sequence[str]) -> None:
+        """Count ``count`` lines, with the errors of the first ones."""
+        for error in errors:
+            self._add(error)
+        self._add(None, records=count)
 
     def part(self, url: str, part: int, documents: int, error: DamagedData) -> None:
         """Count the documents of a part of a file, each part once."""
@@ -74,10 +80,10 @@ class Skipped:
             new, self._taken = self.texts[self._taken :], len(self.texts)
             return new
 
-    def _add(self, text: str, files: int = 0, records: int = 0) -> None:
+    def _add(self, text: str | None, files: int = 0, records: int = 0) -> None:
         with self._lock:
             self.files, self.records = self.files + files, self.records + records
-            if len(self.texts) < _MOST_TEXTS:
+            if text is not None and len(self.texts) < MOST_TEXTS:
                 self.texts.append(text)
 
 
@@ -188,9 +194,9 @@ class _Ranged(io.RawIOBase):
         return data
 
 
-def gone(url: str) -> DamagedData:
-    """Return the error for a file that was there when the run began."""
-    return DamagedData(f"{url}: the file is gone; put it back")
+def gone(url: str) -> FileGone:
+    """Return the error for a file that was found before and is missing now."""
+    return FileGone(f"{url}: the file is gone; put it back")
 
 
 def find_files(corpus: str | Sequence[str], skipped: Skipped | None = None) -> list[DataFile]:

@@ -48,7 +48,7 @@ _NO_MARKS = frozenset({REPLACED, GATHERED_OF, SHARDED_OF, SUMMED_OVER, SINK, "_l
 
 
 class PrivateMark(tuple[Any, ...]):
-    """Values in an attribute of a gathered parameter. A pickled copy of the parameter has an empty set in their place."""
+    """Values in an attribute of a gathered or sharded parameter. A pickled copy of the parameter has an empty set in their place."""
 
     __slots__ = ()
 

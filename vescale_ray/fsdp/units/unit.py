@@ -196,8 +196,8 @@ class Unit:
 
     @property
     def resharding_after_forward(self) -> bool:
-        wish = self.options.reshard_after_forward
-        return wish if wish is not None else not self.is_root
+        given = self.options.reshard_after_forward
+        return given if given is not None else not self.is_root
 
     def _abandon_forward(self) -> None:
         """Reset after an exception in the module. Checkpointing ends a recomputation with an exception, too."""
