@@ -139,8 +139,7 @@ def test_faults_of_one_machine_are_not_taken_for_damage(tmp_path: Path, error: E
 def test_evaluation_sets_must_be_whole(tmp_path: Path) -> None:
     write_tokens(tmp_path / "a.parquet")
     (tmp_path / "b.parquet").write_bytes(b"PAR1")
-    made = {"corpus": str(tmp_path / "a.parquet"), "damaged": "skip", "eval": {"own": {"corpus": str(tmp_path)}}}
-    section = keys(**made)
+    section = keys(str(tmp_path / "a.parquet"), damaged="skip", eval={"own": {"corpus": str(tmp_path)}})
     with pytest.raises(BadInput, match=r"data.eval.own: .*b.parquet: its footer is damaged"):
         load_eval_sets(section, load_dataset(section))
 

@@ -127,7 +127,7 @@ def test_a_worker_with_other_files_is_refused(tmp_path: Path) -> None:
     begun = json.loads(json.dumps({**opened().identity(), "run.seed": 7}))
     check_same_data(opened(), begun)
     write_parquet(tmp_path / "b.parquet", pa.array(rows, IDS), 20)
-    with pytest.raises(BadInput, match="data.corpus: the files here are not those with which the run began"):
+    with pytest.raises(BadInput, match="data.corpus: the data here is not that with which the run began: files have"):
         check_same_data(opened(), begun)
 
 
