@@ -224,6 +224,21 @@ def test_function_compiles_over_tensors_of_several_shapes(rank: int, world: int,
 
 
 @on_processes(2, timeout=120)
+def test_pending_norms_of_any_order_pass_a_graph_break(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    t = full(3)
+    for order in (1, 3, 0.5, float("inf"), 0):
+        torch._dynamo.reset()
+
+        def function(t: Tensor, order: float = order) -> list[Tensor]:
+            pending = norm(t, order)
+            torch._dynamo.graph_break()
+            return [pending * 2, torch.stack([pending, t.sum()])]
+
+        close(torch.compile(function, backend=BACKEND)(ragged(t, mesh)), function(t), order)
+
+
+@on_processes(2, timeout=120)
 def test_code_compiled_for_one_shape_never_runs_on_another(rank: int, world: int) -> None:
     """Two tensors may have equal parts on a rank, or none. The code compiled for one must not run for the other."""
     mesh = init_device_mesh("cpu", (world,))

@@ -34,14 +34,14 @@ T = TypeVar("T", bound=DTensor)
 
 
 class ShapedSpec(DTensorSpec):
-    """A spec that always compares its shape, too.
-
-    ``torch.compile`` compares specs without shapes. If a rank held equal parts of two tensors, it would run the code of one on the other.
-    The result would have the wrong shape.
-    """
+    """A spec that always compares its shape, too. ``torch.compile`` compares specs without shapes: if a rank held equal parts of two
+    tensors, it would run the code of one on the other, and the result would have the wrong shape."""
 
     def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
         return super()._check_equals(other)
+
+    def __deepcopy__(self, memo: object) -> ShapedSpec:
+        return self  # in torch's copy for a guard, a pending norm (_NormPartial) would lose its order
 
 
 class LocalSharding:
