@@ -23,7 +23,7 @@ _MASKS = frozenset({"labels", "loss_mask", "completion_mask", "assistant_masks"}
 
 def warnings_of(dataset: Any, sets: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     """Yield a warning for each fault of the data that does not prevent the run."""
-    yield from damaged(dataset)
+    yield from damaged(dataset, config.data.damaged)
     yield from scarce(dataset, config)
     yield from left_out(dataset)
     yield from cut(dataset, config.data.seq_len)
@@ -34,12 +34,16 @@ def warnings_of(dataset: Any, sets: Mapping[str, Any], config: RunConfig) -> Ite
     yield from unread_keys(dataset, sets, config)
 
 
-def damaged(dataset: Any) -> Iterator[str]:
-    """Warn of data that is left out because it is damaged."""
+def damaged(dataset: Any, policy: str) -> Iterator[str]:
+    """Warn of data that is left out because it is damaged, and of data for which ``data.damaged`` has no effect."""
     from vescale_ray.data.block_dataset import BlockDataset
 
     for name, source in _sources(dataset).items():
-        skipped = source.skipped if isinstance(source, BlockDataset) else None
+        if not isinstance(source, BlockDataset):
+            if policy == "skip":
+                yield f"data.damaged = skip has no effect on {name}: it is held in memory, and damaged files end the run"
+            continue
+        skipped = source.skipped
         if skipped is not None and (skipped.files or skipped.records):
             what = f"{skipped.files:,} missing or damaged files and {skipped.records:,} damaged records"
             yield f"{name}: {what} are left out (data.damaged = skip)"

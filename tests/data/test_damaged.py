@@ -175,3 +175,10 @@ def test_nothing_left_and_wrong_settings_are_refused(tmp_path: Path) -> None:
             with pytest.raises(BadInput) as caught:
                 dataset(corpus, damaged="skip")
             assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_skip_has_no_effect_on_text_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 2000)
+    tree = {"run": {"dir": str(tmp_path)}, "data": {"corpus": str(tmp_path), "damaged": "skip", "seq_len": 8, "heldout": 0.0}}
+    told = "data.damaged = skip has no effect on data.corpus: it is held in memory, and damaged files end the run"
+    assert told in preflight.foresee(parse_config(tree)).warnings
