@@ -317,26 +317,22 @@ class JsonLinesFile(LinesFile):
         super().__init__(file, encoder, span, line)
 
     def documents(self, part: int) -> Sequence[pa.Array]:
-        lines, texts, damaged = self.content(part).split(b"\n"), dict[int, str | None](), dict[int, DamagedData]()
+        lines, texts, damaged = self.content(part).split(b"\n"), list[str | None](), list[DamagedData]()
         for number, line in enumerate(lines, self._lines[part] + 1):
             try:
                 if line.strip():
-                    texts[number] = self._text(line, number)
+                    text = self._text(line, number)
+                    (text or "").encode()
+                    texts.append(text)
             except DamagedData as error:
-                damaged[number] = error
-        while True:
-            try:
-                found = pa.array(texts.values(), type=pa.large_string())
-                break
+                damaged.append(error)
             except UnicodeEncodeError as error:
-                number = next(number for number, text in texts.items() if text == error.object)
                 said = f"line {number}: {error.object[error.start]!a} alone is not a character; remove it"
-                damaged[number] = DamagedData(f"{self.file.url}: {said}")
-                del texts[number]
-        if damaged and not self.file.skips:
-            raise damaged[min(damaged)] from None
-        self.damaged_lines[part] = len(damaged), [str(damaged[number]) for number in sorted(damaged)[:MOST_TEXTS]]
-        return [found]
+                damaged.append(DamagedData(f"{self.file.url}: {said}"))
+            if damaged and not self.file.skips:
+                raise damaged[0] from None
+        self.damaged_lines[part] = len(damaged), [str(error) for error in damaged[:MOST_TEXTS]]
+        return [pa.array(texts, type=pa.large_string())]
 
     def first_row(self, part: int) -> int:
         return self._lines[part] + 1
