@@ -87,12 +87,17 @@ def loading_of(state: State) -> dict[str, int]:
     return dict(state["trainer"].usage.loading)
 
 
-def test_damaged_rows_are_no_targets_at_any_world_size(tmp_path: Path) -> None:
-    """The loss of a step is the mean over the other targets of its global batch, on two workers and on three."""
+def with_damaged_rows(tmp_path: Path, group: int) -> RunConfig:
+    """Return a run on three row groups, one of them damaged."""
     rows = np.random.default_rng(0).integers(0, 256, (90, 40)).tolist()
     path = write_parquet(tmp_path / "a.parquet", pa.array(rows, pa.list_(pa.int32())), 30, compression="zstd")
-    damage_page(path, 1)
-    config = tiny(str(path), data_damaged="skip", data_vocab=256)
+    damage_page(path, group)
+    return tiny(str(path), data_damaged="skip", data_vocab=256)
+
+
+def test_damaged_rows_are_no_targets_at_any_world_size(tmp_path: Path) -> None:
+    """The loss of a step is the mean over the other targets of its global batch, on two workers and on three."""
+    config = with_damaged_rows(tmp_path, 1)
     with Fleet(3) as fleet:
         run = Run(fleet, config)
         run.fresh([0, 1])
@@ -113,10 +118,7 @@ def test_damaged_rows_are_no_targets_at_any_world_size(tmp_path: Path) -> None:
 
 
 def test_held_out_samples_without_targets_have_no_loss(tmp_path: Path) -> None:
-    rows = np.random.default_rng(0).integers(0, 256, (90, 40)).tolist()
-    path = write_parquet(tmp_path / "a.parquet", pa.array(rows, pa.list_(pa.int32())), 30, compression="zstd")
-    damage_page(path, 2)
-    config = tiny(str(path), data_damaged="skip", data_vocab=256)
+    config = with_damaged_rows(tmp_path, 2)
     with Fleet(2) as fleet:
         run = Run(fleet, config)
         run.fresh([0, 1])
