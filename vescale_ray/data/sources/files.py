@@ -58,13 +58,11 @@ class Skipped:
 
     def file(self, error: DamagedData) -> None:
         """Count a file."""
-        self._add(str(error), files=1)
+        self._add([str(error)], files=1)
 
     def lines(self, count: int, errors: Sequence[str]) -> None:
         """Count ``count`` lines, with the errors of the first ones."""
-        for error in errors:
-            self._add(error)
-        self._add(None, records=count)
+        self._add(errors, records=count)
 
     def part(self, url: str, part: int, documents: int, error: DamagedData) -> None:
         """Count the documents of a part of a file, each part once."""
@@ -72,7 +70,7 @@ class Skipped:
             known = (url, part) in self._parts
             self._parts.add((url, part))
         if not known:
-            self._add(str(error), records=documents)
+            self._add([str(error)], records=documents)
 
     def take(self) -> list[str]:
         """Return the texts that have come since the last call."""
@@ -80,11 +78,10 @@ class Skipped:
             new, self._taken = self.texts[self._taken :], len(self.texts)
             return new
 
-    def _add(self, text: str | None, files: int = 0, records: int = 0) -> None:
+    def _add(self, errors: Sequence[str], files: int = 0, records: int = 0) -> None:
         with self._lock:
             self.files, self.records = self.files + files, self.records + records
-            if text is not None and len(self.texts) < MOST_TEXTS:
-                self.texts.append(text)
+            self.texts += errors[: MOST_TEXTS - len(self.texts)]
 
 
 @dataclass(frozen=True)
