@@ -56,6 +56,13 @@ def test_a_job_with_replicas_is_planned_with_its_shard_group(capsys: pytest.Capt
     assert (option["shard_group"], option["replicas"]) == (2, 4)
 
 
+def test_gradients_in_fp8_send_fewer_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    (wide,), (narrow,) = (planned(capsys, f"train.reduce_dtype={dtype}")["options"] for dtype in ("float32", "fp8"))
+    saved = wide["sent_bytes"] - narrow["sent_bytes"]
+    gradients = 3 * wide["memory_bytes"]["master"]  # what a rank sends to three others in FP32
+    assert 0.70 * gradients < saved < 0.75 * gradients
+
+
 def test_the_demo_and_the_adapters_of_gpt_oss_have_their_memory(tmp_path: Path) -> None:
     """The other job files of the package name a published model, which ``tests/config/test_config.py`` plans."""
     folder = tmp_path / "gpt-oss"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.profiler import ProfilerActivity, profile
 
 from tests.fsdp.transformer import part
 from tests.quantization.test_fp8 import E4M3
 from tests.ranks import on_threads, run_gloo
 from vescale_ray.fsdp import LowPrecisionReduceScatter, fully_shard
+from vescale_ray.fsdp.communication import low_precision
+from vescale_ray.fsdp.units.schedule import unit_of
+from vescale_ray.planner import step_buffers
 from vescale_ray.quantization.fp8 import round_stochastically
 
 WORLD = dist.distributed_c10d._get_default_group
@@ -128,6 +135,45 @@ def agrees(rank: int, world: int) -> None:
     norms = torch.empty(world)
     dist.all_gather_into_tensor(norms, norm.view(1))
     assert norms.unique().numel() == 1
+
+
+@on_threads(3)
+def test_gradients_arrive_in_the_compute_dtype(rank: int, world: int) -> None:
+    """Half the memory, and the same bits as gradients that were cast before."""
+    batch = torch.randn(12, 40, generator=torch.Generator().manual_seed(9))
+    found = []
+    for narrow in (True, False):
+        model: Any = net()
+        comm = LowPrecisionReduceScatter(stochastic=False)
+        comm.narrow = narrow
+        for unit in (model[0], model[2], model):
+            fully_shard(unit, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+            unit.set_custom_reduce_scatter(comm)
+        (group,) = unit_of(model[0]).groups  # type: ignore[union-attr]
+        assert group.grads.buffer_dtype == (torch.bfloat16 if narrow else torch.float32)
+        for syncs in (True, False, True):
+            model.set_requires_gradient_sync(syncs)
+            model(part(batch, rank, world)).float().square().mean().backward()
+        found.append([p.grad.to_local().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) and a.abs().sum() > 0 for a, b in zip(*found, strict=True) if a.numel())
+
+
+@pytest.mark.parametrize("wire", ["fp8", "bfloat16"])
+def test_an_exchange_takes_the_memory_that_the_plan_counts(wire: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(low_precision, "GRADIENT_CHUNK", 1 << 12)
+    monkeypatch.setattr(step_buffers, "GRADIENT_CHUNK", 1 << 12)
+    comm, parts, out = LowPrecisionReduceScatter(wire), torch.randn(3, (1 << 16) + 7).to(torch.bfloat16), torch.empty((1 << 16) + 7)
+
+    def peak(work: Callable[[], Any]) -> tuple[int, Any]:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+            kept = work()
+        changes = sorted((e.start_ns(), e.nbytes()) for e in run.profiler.kineto_results.events() if e.name() == "[memory]")
+        return max(itertools.accumulate(nbytes for _, nbytes in changes)), kept
+
+    rounding, sent = peak(lambda: comm._encoded(parts, 0))
+    summing, _ = peak(lambda: comm.sum_rows(sent, out, 1.0))
+    told = step_buffers.exchange_bytes(out.numel(), 3, wire) - out.nbytes
+    assert 0.7 * told < max(rounding, sent.nbytes + summing) + sent.nbytes <= told
 
 
 def test_what_cannot_be_reduced_is_refused() -> None:

@@ -9,11 +9,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tests.ranks import run_gloo
+from tests.ranks import on_threads, run_gloo
+from vescale_ray import explain, fully_shard
+from vescale_ray.fsdp import LowPrecisionReduceScatter
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.planner import plan_layout, unit_plan
 from vescale_ray.planner.cost import Policy, plan_model, predict_memory
 from vescale_ray.planner.models.model_shapes import model_shapes
+from vescale_ray.planner.step_buffers import exchange_bytes
 from vescale_ray.planner.unit_plan import Blocks
 
 CONFIG = LlamaConfig(dim=192, layers=4, heads=6, kv_heads=2, ffn=512, vocab=384)
@@ -55,7 +58,7 @@ def a_buffer_for_each_width(specs: Any, num_shards: int, **_: Any) -> Any:
 
 def measure(rank: int, world: int, compute: str, optimizer: str, kind: str, rows: int | None) -> dict[str, int]:
     """Train three steps. Returns the bytes of the engine's tensors by kind, as maximum for temporary ones."""
-    from vescale_ray import Block, explain, fully_shard
+    from vescale_ray import Block
     from vescale_ray.fsdp.buffers.memory import Pool
     from vescale_ray.fsdp.units.schedule import unit_of
 
@@ -130,3 +133,17 @@ def test_each_kind_of_memory_is_predicted_within_5_percent(world, compute, optim
 @pytest.mark.parametrize(("world", "compute"), [(2, "bfloat16"), (3, "float32"), pytest.param(4, "bfloat16", marks=pytest.mark.slow)])
 def test_memory_of_units_with_several_buffers_is_predicted(world: int, compute: str) -> None:
     run_gloo(world, measure, compute, "adamw", "several buffers", None, timeout=60)  # compares with explain
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@on_threads(3)
+def test_gradients_in_fp8_are_planned_as_they_are_explained(rank: int, world: int, compute: str) -> None:
+    model, dtype = Llama(CONFIG), getattr(torch, compute)
+    for unit in (*model.layers, model):
+        fully_shard(unit, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
+        unit.set_custom_reduce_scatter(LowPrecisionReduceScatter())
+    told = explain(model).memory["gradient_buffers"]
+    policy = Policy(compute_dtype=dtype, fp8_gradients=True)
+    predicted = predict_memory(plan_model(model_shapes(Llama(CONFIG)), world, Blocks(None), dtype=dtype), policy, backend="gloo", rank=rank)
+    exchange = exchange_bytes(sum(p.numel() for p in model.layers[0].parameters()) // 3, world)  # type: ignore[union-attr]
+    assert predicted.gradient_buffers == told > exchange > 0

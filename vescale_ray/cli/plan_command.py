@@ -30,7 +30,7 @@ _OF_BOTH = ("job", "devices", "hardware", "memory", "as_json", "html_file")
 @click.option(
     "--dtype", default="bf16", show_default=True, help="Gathered parameters: fp32, bf16, or fp8 (codes of matrices, computed in BF16)."
 )
-@click.option("--reduce", default="fp32", show_default=True, help="Dtype of the gradients' reduce-scatter: fp32 or bf16.")
+@click.option("--reduce", default="fp32", show_default=True, help="Dtype of the gradients' reduce-scatter: fp32, bf16 or fp8.")
 @click.option("--staging", default=None, metavar="SIZE", help="Each of the two buffers in which a reduction casts gradients.")
 @click.option(
     "--group", "groups", type=int, multiple=True, help="Ranks that share the parameters; may be given several times. Default: all divisors."

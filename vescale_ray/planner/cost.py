@@ -24,6 +24,7 @@ from vescale_ray.planner.step_buffers import (
     arrival_dtype,
     check_staging,
     device_buffers,
+    exchange_bytes,
     host_buffers,
 )
 from vescale_ray.planner.unit_plan import Blocks, Lever, UnitPlan, plan_coded, plan_unit
@@ -41,6 +42,8 @@ class Policy:
         compute_dtype: dtype in which parameters are computed with, and gathered unless ``quantize`` says otherwise.
         quantize: tile of the FP8 codes as which matrices and experts are gathered (``train.quantize``); None: none are. Embeddings, head,
             vectors and routers are gathered in ``compute_dtype``.
+        reduce_dtype: dtype of the sums of gradients, and of the reduce-scatter that makes them.
+        fp8_gradients: ranks send each other gradients in FP8, which are summed in FP32 (``train.reduce_dtype: fp8``).
         master_dtype: dtype of trained parameters and of gradients in their shards.
         frozen_dtype: dtype of frozen parameters in their shards.
         scale_bytes: bytes of a tile's scale: 4, or 1 for a power of two.
@@ -60,6 +63,7 @@ class Policy:
     master_dtype: torch.dtype = torch.float32
     frozen_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
+    fp8_gradients: bool = False
     recompute: bool = True
     blocks: Blocks | None = None
     staging: int | None = None
@@ -316,10 +320,11 @@ def _buffers(plan: ModelPlan, policy: Policy, backend: str, rank: int) -> tuple[
             # On gloo, a shard without cast or gaps lives in the gathered buffer, unless that buffer is small.
             home = uncast and unit.coded is None and gathered >= HOST_MAPPED_BYTES and kept.in_place
             trained = layout.numel * (unit.trainable and not alone)
-            widened = trained * wide * (arrives != wide)
+            widened = trained * wide * (arrives != wide and not policy.fp8_gradients)
+            exchange = exchange_bytes(layout.shard_numel, unit.group) if trained and policy.fp8_gradients else 0
             stays = layout.shard_numel * cast * home
             received = 0 if alone or unit.coded is None else unit.coded.part_bytes(layout) * unit.group
-            found.append(Travel(gathered, trained * arrives, stays, widened, policy.staging, unit.group, received))
+            found.append(Travel(gathered, trained * arrives, stays, widened, policy.staging, unit.group, received, exchange))
         return found
 
     # At most three units of one plan.

@@ -19,6 +19,7 @@ from vescale_ray.planner.models.model_shapes import model_shapes
 from vescale_ray.planner.unit_plan import Blocks
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+_SUMS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float32}
 FP8_TILE = Block.tile(128, 128)
 """The tile of ``--dtype fp8``, as of ``train.quantize: fp8``. Values are BF16 then."""
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -57,7 +58,8 @@ def choose(
         optimizer=_one_of("optimizer", optimizer, OPTIMIZERS),
         tokens=tokens,
         compute_dtype=_DTYPES[_one_of("dtype", dtype, _DTYPES)],
-        reduce_dtype=_DTYPES[_one_of("reduce", reduce, ("fp32", "bf16"))],
+        reduce_dtype=_SUMS[_one_of("reduce", reduce, _SUMS)],
+        fp8_gradients=reduce == "fp8",
         recompute=recompute,
         staging=None if staging is None else size_of(staging, "staging", "256MiB"),
         strided=strided,

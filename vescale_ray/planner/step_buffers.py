@@ -31,6 +31,10 @@ step of emulated Llama-70B layers on an H200 took 1.11 times as long as FSDP2's 
 times with one."""
 ALIGNED_BYTES = 128
 """A chunk has a multiple of this for each rank, since collectives of unaligned buffers are slow."""
+GRADIENT_BLOCK = 128
+"""Number of gradients that share a scale when they are sent in FP8."""
+GRADIENT_CHUNK = 1 << 22
+"""Number of gradients that are rounded, or summed, at a time when they are sent in FP8 or BF16; a multiple of the block."""
 HOST_MAPPED_BYTES = 1 << 18
 """Size in bytes from which buffers in host memory are address ranges of their own; a rank's shard may live in such a range."""
 
@@ -59,6 +63,17 @@ def reduction_calls(nbytes: int, compute: torch.dtype, reduce: torch.dtype, stag
     return 1 if arrival_dtype(compute, reduce) == reduce else max(1, -(-nbytes // staging_bytes(nbytes, staging)))
 
 
+def wire_bytes(numel: int, wire: str = "fp8") -> int:
+    """Return the bytes in which a rank sends ``numel`` gradients to another one: BF16, or an e4m3 code each and an FP32 scale per block."""
+    return 2 * numel if wire == "bfloat16" else -(-numel // GRADIENT_BLOCK) * (GRADIENT_BLOCK + 4)
+
+
+def exchange_bytes(numel: int, ranks: int, wire: str = "fp8") -> int:
+    """Return the bytes of an exchange of gradients in low precision, in which each of ``ranks`` ranks gets the sum of ``numel`` elements:
+    what a rank sends and receives, the FP32 sum, and at most 40 bytes for each element of a chunk that is rounded."""
+    return 2 * ranks * wire_bytes(numel, wire) + 4 * numel + 40 * min(GRADIENT_CHUNK, ranks * numel)
+
+
 @dataclass(frozen=True)
 class Travel:
     """Bytes of a group's collectives: gathered parameters, and gradients before they are reduced (0: frozen).
@@ -66,7 +81,8 @@ class Travel:
     ``stays``: the bytes of the gathered buffer that are never freed, because they hold the master shard itself. ``cast``: the bytes of the
     gradients in the reduce dtype if they arrive in another one, else 0. ``staging``: the user's choice of the bytes of a staging buffer.
     ``ranks``: the ranks of the collectives. ``received``: the bytes of the parts if they are received apart from the gathered buffer (FP8
-    codes); they live until the unit waits for them, before the next unit is gathered.
+    codes); they live until the unit waits for them, before the next unit is gathered. ``exchange``: the bytes of an exchange of gradients
+    in low precision (:func:`exchange_bytes`), instead of a cast.
     """
 
     gathered: int
@@ -76,6 +92,7 @@ class Travel:
     staging: int | None = None
     ranks: int = 2
     received: int = 0
+    exchange: int = 0
 
     @property
     def moving(self) -> _Size:
@@ -83,12 +100,14 @@ class Travel:
 
     @property
     def scratch(self) -> list[_Size]:
-        """Return the gradient buffers: the one that is filled, and with more than two ranks one for the exchange.
+        """Return the gradient buffers: the one that is filled, and with more than two ranks or in low precision one for the exchange.
 
         The exchange buffer leaves out the rank's own part if the parameters' buffer does, so that it can reuse its pages.
         """
         if not self.gradient:
             return []
+        if self.exchange:
+            return [_Size(self.gradient), _Size(self.exchange)]
         exchange = _Size(self.gradient, self.stays if self.gradient == self.gathered else 0)
         return [_Size(self.gradient), exchange][: 1 if self.ranks == 2 else 2]
 
@@ -176,10 +195,10 @@ class _Order:
 
 
 def _staging(unit: Unit) -> int:
-    """Return the bytes in which a unit's reduction casts gradients: one buffer if they all fit, else two."""
+    """Return the bytes in which a unit's reduction casts gradients, one buffer if they all fit, else two; or exchanges them."""
     cast = sum(group.cast for group in unit)
     each = max((staging_bytes(cast, group.staging) for group in unit), default=0)
-    return cast if cast <= each else 2 * each
+    return (cast if cast <= each else 2 * each) + sum(group.exchange for group in unit)
 
 
 def _received(unit: Unit) -> int:

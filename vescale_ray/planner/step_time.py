@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vescale_ray.planner.cost import ModelPlan, PlannedUnit, Policy, layers_of, predict_memory
 from vescale_ray.planner.hardware import Hardware, collective_time, exchange_time
-from vescale_ray.planner.step_buffers import reduction_calls
+from vescale_ray.planner.step_buffers import reduction_calls, wire_bytes
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,18 @@ def _unit_time(
     sent = (1 if groups[0].resident else 2) * part * (ranks - 1)
     reduce = across = 0.0
     if trained:
-        wide = policy.reduce_dtype.itemsize
-        part = sum(u.plan.shard_numel for u in trained) * wide
-        calls = reduction_calls(part * ranks, policy.compute_dtype, policy.reduce_dtype, policy.staging)
-        reduce = calls * collective_time(part * ranks / calls, ranks, hardware, rank_bytes=part, stride=stride)
+        wide, shards = policy.reduce_dtype.itemsize, [u.plan.shard_numel for u in trained]
+        if policy.fp8_gradients:
+            part = sum(wire_bytes(numel) for numel in shards)
+            reduce = exchange_time(part * ranks, ranks, replace(hardware, node=max(1, hardware.node // stride)))
+        else:
+            part = sum(shards) * wide
+            calls = reduction_calls(part * ranks, policy.compute_dtype, policy.reduce_dtype, policy.staging)
+            reduce = calls * collective_time(part * ranks / calls, ranks, hardware, rank_bytes=part, stride=stride)
         apart = min(plan.group, hardware.node)
         buffers = [b for u in trained for b in u.plan.buffers]
         across = sum(2 * collective_time(b.shard_numel * wide, replicas, hardware, stride=apart) for b in buffers)
-        sent += part * (ranks - 1) + 2 * part * (replicas - 1) // replicas
+        sent += part * (ranks - 1) + 2 * sum(shards) * wide * (replicas - 1) // replicas
     return _UnitTime(forward, backward, gather, again, reduce, across, sent)
 
 

@@ -57,7 +57,8 @@ def _policy(config: RunConfig, frozen: torch.dtype, experts: int) -> Policy:
         tokens=train.slot_batch * config.data.seq_len,
         compute_dtype=getattr(torch, train.param_dtype),
         frozen_dtype=frozen,
-        reduce_dtype=getattr(torch, train.reduce_dtype),
+        reduce_dtype=torch.float32 if train.reduce_dtype == "fp8" else getattr(torch, train.reduce_dtype),
+        fp8_gradients=train.reduce_dtype == "fp8",
         recompute=train.activation_checkpointing == "full",
         staging=None if train.reduce_staging_mb is None else train.reduce_staging_mb << 20,
         most_layers=1,
@@ -75,7 +76,6 @@ def _check_counted(config: RunConfig) -> None:
         "optimizer": (train.optimizer in OPTIMIZERS, "adamw"),
         "zero_stage": (train.zero_stage == 3, "3"),
         "offload": (train.offload == "none", "none"),
-        "reduce_dtype": (train.reduce_dtype != "fp8", "bfloat16"),
         "reshard_after_forward": (train.reshard_after_forward, "true"),
     }
     for key, (known, other) in counted.items():

@@ -22,18 +22,17 @@ from torch.nn import functional as F
 
 from vescale_ray.communication.point_to_point import Messages, all_to_all, is_pairwise, tag_of
 from vescale_ray.compat.fsdp import ReduceScatter
+from vescale_ray.planner.step_buffers import GRADIENT_BLOCK, GRADIENT_CHUNK, wire_bytes
 from vescale_ray.quantization.fp8 import LARGEST, SMALLEST_SCALE, round_stochastically
 
-BLOCK = 128
-"""Number of elements that share a scale."""
 Wire = Literal["fp8", "bfloat16"]
 
 
 class LowPrecisionReduceScatter(ReduceScatter):
     """Send gradients in FP8 or BF16, and sum them in FP32.
 
-    Give one object to all units: ``unit.set_custom_reduce_scatter(comm)``. Gradients arrive in the policy's ``reduce_dtype``; sums of
-    FP32 need FP32 there. It also works with torch's ``fully_shard``.
+    Give one object to all units: ``unit.set_custom_reduce_scatter(comm)``. Sums arrive in the policy's ``reduce_dtype``; sums of FP32
+    need FP32 there. It also works with torch's ``fully_shard``, which casts all gradients of a unit to that dtype before.
 
     Args:
         wire: ``"fp8"`` or ``"bfloat16"``.
@@ -43,6 +42,9 @@ class LowPrecisionReduceScatter(ReduceScatter):
     Raises:
         ValueError: there is no such wire.
     """
+
+    narrow = True
+    """It takes gradients in a narrower dtype than that of the sums. Otherwise the engine casts them before."""
 
     def __init__(self, wire: Wire = "fp8", *, stochastic: bool = True, seed: int = 0) -> None:
         if wire not in ("fp8", "bfloat16"):
@@ -84,36 +86,43 @@ class LowPrecisionReduceScatter(ReduceScatter):
         return None
 
     def sum_rows(self, rows: torch.Tensor, out: torch.Tensor, factor: float) -> None:
-        """Add up encoded rows, one of each rank, in FP32; write the sum times ``factor`` to ``out``."""
-        total = self._decoded(rows[0], out.numel())
-        for row in rows[1:]:
-            total += self._decoded(row, out.numel())
-        out.copy_(total.mul_(factor))
+        """Add up encoded rows, one of each rank, in FP32; write the sum times ``factor`` to ``out``. Chunks bound the memory."""
+        values, scales = self._fields(rows, out.numel())
+        for start in range(0, out.numel(), GRADIENT_CHUNK):
+            some, own = out[start : start + GRADIENT_CHUNK], slice(start, start + GRADIENT_CHUNK)
+            blocks = slice(start // GRADIENT_BLOCK, (start + GRADIENT_CHUNK) // GRADIENT_BLOCK)
+            total: torch.Tensor | None = None
+            for row in range(len(rows)):
+                part = values[row, own].float()
+                if self.wire == "fp8":
+                    part = (part.view(-1, GRADIENT_BLOCK) * scales[row, blocks, None]).view(-1)[: some.numel()]
+                total = part if total is None else total.add_(part)
+            assert total is not None
+            some.copy_(total.mul_(factor))
 
     def _encoded(self, parts: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return each row as bytes: values, and behind them the scales."""
-        values = parts.float()
-        noise = self._noise(values, rank)
-        if self.wire == "bfloat16":
-            if noise is not None:
-                bits = values.view(torch.int32) + (noise * 65536.0).to(torch.int32)
-                rounded = (bits & ~0xFFFF).view(torch.float32)
-                values = torch.where(values.isfinite(), rounded, values)
-            return values.to(torch.bfloat16).view(torch.uint8)
-        blocks = F.pad(values, (0, -values.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-        scales = (blocks.abs().amax(dim=2, keepdim=True) / LARGEST).clamp_(min=SMALLEST_SCALE)
-        quotients = (blocks / scales).flatten(1)
-        if noise is not None:
-            quotients = round_stochastically(quotients, F.pad(noise, (0, quotients.shape[1] - noise.shape[1])))
-        codes = quotients.to(torch.float8_e4m3fn).view(torch.uint8)
-        return torch.cat((codes, scales.flatten(1).view(torch.uint8)), dim=1)
+        """Return each row as bytes. Chunks of columns bound the memory."""
+        rows, numel = parts.shape
+        sent = parts.new_empty((rows, wire_bytes(numel, self.wire)), dtype=torch.uint8)
+        values, scales = self._fields(sent, numel)
+        step = max(1, GRADIENT_CHUNK // (rows * GRADIENT_BLOCK)) * GRADIENT_BLOCK
+        for start in range(0, numel, step):
+            chunk = parts[:, start : start + step].float()
+            noise = self._noise(chunk, rank)
+            if self.wire == "fp8":
+                codes, scale = _codes(chunk, noise)
+                values.view(torch.uint8)[:, start : start + step] = codes
+                scales[:, start // GRADIENT_BLOCK : (start + step) // GRADIENT_BLOCK] = scale
+            else:
+                values[:, start : start + step] = chunk if noise is None else _rounded(chunk, noise)
+        return sent
 
-    def _decoded(self, row: torch.Tensor, numel: int) -> torch.Tensor:
+    def _fields(self, rows: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the values that the bytes of rows hold, padded to whole blocks in FP8, and the blocks' scales (BF16 has none)."""
         if self.wire == "bfloat16":
-            return row.view(torch.bfloat16).float()
-        padded = -(-numel // BLOCK) * BLOCK
-        scales = row[padded:].view(torch.float32)
-        return (row[:padded].view(torch.float8_e4m3fn).float().view(-1, BLOCK) * scales[:, None]).view(-1)[:numel]
+            return rows.view(torch.bfloat16), rows
+        padded = -(-numel // GRADIENT_BLOCK) * GRADIENT_BLOCK
+        return rows[:, :padded].view(torch.float8_e4m3fn), rows[:, padded:].view(torch.float32)
 
     def _noise(self, like: torch.Tensor, rank: int) -> torch.Tensor | None:
         """Random numbers in [0, 1)."""
@@ -124,6 +133,22 @@ class LowPrecisionReduceScatter(ReduceScatter):
             generator = torch.Generator(like.device).manual_seed((self.seed << 20) + rank)
             self._generators[like.device, rank] = generator
         return torch.rand(like.shape, generator=generator, device=like.device)
+
+
+def _rounded(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Return ``values``, each finite one rounded to one of its two neighbours in BF16."""
+    bits = values.view(torch.int32) + (noise * 65536.0).to(torch.int32)
+    return torch.where(values.isfinite(), (bits & ~0xFFFF).view(torch.float32), values)
+
+
+def _codes(values: torch.Tensor, noise: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bytes of the e4m3 codes of each row, padded to whole blocks, and the blocks' scales."""
+    blocks = F.pad(values, (0, -values.shape[1] % GRADIENT_BLOCK)).unflatten(1, (-1, GRADIENT_BLOCK))
+    scales = (blocks.abs().amax(dim=2, keepdim=True) / LARGEST).clamp_(min=SMALLEST_SCALE)
+    quotients = (blocks / scales).flatten(1)
+    if noise is not None:
+        quotients = round_stochastically(quotients, F.pad(noise, (0, quotients.shape[1] - noise.shape[1])))
+    return quotients.to(torch.float8_e4m3fn).view(torch.uint8), scales.flatten(1)
 
 
 class _LowPrecisionSum:

@@ -96,7 +96,7 @@ class Gradients(GradientSettings):
     @property
     def buffer_dtype(self) -> torch.dtype:
         """The dtype in which gradients arrive and leave, the same on every rank."""
-        if self.in_place or self.holds or self.custom_scatter is not None:
+        if self.in_place or self.holds or not (self.custom_scatter is None or getattr(self.custom_scatter, "narrow", False)):
             return self.reduce_dtype
         return arrival_dtype(self.compute_dtype, self.reduce_dtype)
 

@@ -55,8 +55,9 @@ def reduce_scatter(
     ``full`` belongs to the operation until the result's ``wait`` has returned. ``leaves_out``: buffers of gathered parameters have no
     memory for this rank's part. A pairwise exchange needs no memory for that part either, so it can use such a buffer. ``sum_only``: never
     use AVG. ``ordered``: return an :class:`InOrder`, which sums only when its ``add_to`` is called. ``custom``: a collective that gets AVG
-    if ``factor`` is the mean, else SUM, and may return work to wait for. It needs ``full`` in ``dtype``. ``staging``: bytes of a buffer for
-    chunks that are cast; None: the default. ``name``: the gradients' name. Pairwise messages are matched only to messages of the same name.
+    if ``factor`` is the mean, else SUM, and may return work to wait for. It needs ``full`` in ``dtype``, unless its attribute ``narrow`` is
+    true. ``staging``: bytes of a buffer for chunks that are cast; None: the default. ``name``: the gradients' name. Pairwise messages are
+    matched only to messages of the same name.
     """
     lane.issued += 1
     world = group.size()
@@ -65,8 +66,8 @@ def reduce_scatter(
     if custom is not None:
         lane.after_current()
         with lane.context():
-            average = not sum_only and full.dtype != torch.float16 and abs(factor * world - 1.0) < 1e-12
-            target = allocate(custom, out.numel(), full.dtype, out.device).view(full.dtype)
+            average = not sum_only and dtype != torch.float16 and abs(factor * world - 1.0) < 1e-12
+            target = allocate(custom, out.numel(), dtype, out.device).view(dtype)
             work = custom(target, full, group, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, async_op=lane.stream is None)
             rest = _CastAndScale(lane, out, target, 1.0 if average else factor, [] if work is None else [work])
             if lane.stream is None:

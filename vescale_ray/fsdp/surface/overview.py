@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from vescale_ray.fsdp.communication.low_precision import LowPrecisionReduceScatter
 from vescale_ray.fsdp.construction.arguments import check_type
 from vescale_ray.fsdp.groups.group import ParameterGroup
 from vescale_ray.fsdp.layouts.phases import Retain
@@ -14,7 +15,7 @@ from vescale_ray.fsdp.layouts.wire import CodeWire
 from vescale_ray.fsdp.units.module_path import described
 from vescale_ray.fsdp.units.schedule import unit_of
 from vescale_ray.fsdp.units.unit import Unit
-from vescale_ray.planner.step_buffers import Travel, device_buffers, host_buffers
+from vescale_ray.planner.step_buffers import Travel, device_buffers, exchange_bytes, host_buffers
 
 _RESHARD = {
     True: "reshards after forward",
@@ -177,7 +178,10 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
         arrives, wide = group.grads.buffer_dtype, group.reduce_dtype
         cast, sent = group.layout.numel * wide.itemsize if reduced and arrives != wide else 0, group.grads.buffer_bytes if reduced else 0
         received = group.gathered.parts_bytes if group.gathered.wire.apart else 0
-        return Travel(group.gathered.nbytes, sent, end - start, cast, group.grads.staging, group.place.world, received)
+        exchange, custom, world = 0, group.grads.custom_scatter, group.place.world
+        if reduced and isinstance(custom, LowPrecisionReduceScatter):
+            cast, exchange = 0, exchange_bytes(group.division.part_numel, world, custom.wire)
+        return Travel(group.gathered.nbytes, sent, end - start, cast, group.grads.staging, world, received, exchange)
 
     def travels(unit: Unit) -> list[Travel]:
         return [travel(group) for group in unit.groups if not group.in_place]
