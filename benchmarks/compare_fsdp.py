@@ -20,7 +20,6 @@ if the equality gate fails.
 from __future__ import annotations
 
 import argparse
-import itertools
 import resource
 import statistics
 import sys
@@ -289,6 +288,8 @@ def memory_rank(rank: int, world: int, store: str, name: str, system: str, mixed
     import torch
     import torch.distributed as dist
 
+    from benchmarks.live_memory import peak_of_live_tensors
+
     torch.set_num_threads(1)
     join(store, rank, world)
     warm = torch.nn.Linear(8, 8)  # exclude what a first backward and optimizer step load
@@ -306,7 +307,7 @@ def memory_rank(rank: int, world: int, store: str, name: str, system: str, mixed
         step(2 + i)
     peak = _status("VmHWM") - base
     kept = 3 * sum(p.to_local().nbytes for p in model.parameters())
-    out.put((rank, {"peak_kib": peak, "live_bytes": kept + _peak_of_live_tensors(lambda: step(5))}))
+    out.put((rank, {"peak_kib": peak, "live_bytes": kept + peak_of_live_tensors(lambda: step(5))}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -315,6 +316,8 @@ def least_rank(rank: int, _world: int, _store: str, name: str, ranks: int, mixed
     """The memory that every engine needs: one of ``ranks`` equal parts of float32 parameters and states, plus the compute alone on an
     unsharded model that drops each gradient at once."""
     import torch
+
+    from benchmarks.live_memory import peak_of_live_tensors
 
     torch.set_num_threads(1)
     model = build(name)
@@ -325,37 +328,7 @@ def least_rank(rank: int, _world: int, _store: str, name: str, ranks: int, mixed
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     step = stepper(name, model, rank)
     step(0)
-    out.put((rank, {"live_bytes": kept + _peak_of_live_tensors(lambda: step(1))}))
-
-
-def _peak_of_live_tensors(step: Callable[[], Any]) -> int:
-    """Peak of the live bytes in a step, beyond those before it: parameters, and AdamW's two states of them."""
-    from torch.profiler import ProfilerActivity, profile
-
-    from vescale_ray.fsdp.buffers.memory import MAPPED_BYTES, Pool
-
-    mapped: list[tuple[int, int]] = [(0, 0)]
-
-    def noted(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(pool: Pool, *args: Any, **options: Any) -> Any:
-            result = method(pool, *args, **options)
-            mapped.append((time.time_ns(), pool.bytes_held(MAPPED_BYTES)))
-            return result
-
-        return call
-
-    methods = {name: getattr(Pool, name) for name in ("provide", "release", "take", "written", "give_back", "settle", "trim")}
-    for name, method in methods.items():
-        setattr(Pool, name, noted(method))
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
-            step()
-    finally:
-        for name, method in methods.items():
-            setattr(Pool, name, method)
-    events = [(e.start_ns(), e.nbytes()) for e in run.profiler.kineto_results.events() if e.name() == "[memory]"]
-    changes = events + [(moment, after - before) for (_, before), (moment, after) in itertools.pairwise(mapped)]
-    return max(itertools.accumulate(change for _, change in sorted(changes)))
+    out.put((rank, {"live_bytes": kept + peak_of_live_tensors(lambda: step(1))}))
 
 
 def _cpu_seconds() -> float:

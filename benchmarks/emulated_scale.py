@@ -17,7 +17,8 @@ order, with shards a multiple of all blocks. ``advised`` uses the planner's leve
 row is missing if the default is what it advises. A row whose padding would more than double the parameters is not run; the table says so.
 
 Rounds run every system once, in rotated order. Ratios are formed inside a round; the figure is their median, the spread half the distance
-of their quartiles. Memory on a GPU is the peak of reserved bytes of one system alone.
+of their quartiles. Memory is that of one system alone: on a GPU the peak of reserved bytes, on a CPU the peak of live tensors in a step
+that computes in BF16 and reduces in FP32. The latter includes parameters and AdamW's states.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Shard
 
+from benchmarks.live_memory import peak_of_live_tensors
 from benchmarks.reporting import figure, write
 from vescale_ray.emulation import emulated_world
 from vescale_ray.fsdp import explain, fully_shard
@@ -136,11 +138,11 @@ class Row:
     ranks: int | None = None
 
 
-def sharded(name: str, row: Row, device: torch.device) -> tuple[Any, torch.Tensor]:
-    """The sharded model on the meta device, and its input."""
+def sharded(name: str, row: Row, device: torch.device, *, mixed: bool = False) -> tuple[Any, torch.Tensor]:
+    """The sharded model on the meta device, and its input. ``mixed``: compute in BF16 on a CPU, too."""
     model, data = build(name, device)
     large = device.type == "cuda"
-    options: dict[str, Any] = {"mp_policy": BF16 if large else FP32}
+    options: dict[str, Any] = {"mp_policy": BF16 if large or mixed else FP32}
     how: Callable[..., Any] = torch_fully_shard if row.system.startswith("fsdp2") else fully_shard
     if row.ranks is not None:
         shape = (torch.distributed.get_world_size() // row.ranks, row.ranks)
@@ -239,7 +241,6 @@ def measure(name: str, ranks: int, device: torch.device, rounds: int, scale: flo
 
 def compare(name: str, ranks: int, device: torch.device, rounds: int, scale: float, table: Sequence[Row]) -> dict[str, Any]:
     """Measure the rows of one table together, and print it. The first row is the peer of all."""
-    peaks: dict[str, float] = {}
     figures: dict[str, Any] = {}
     with emulated_world(ranks, scale=scale) as wire:
         run_rows, refused = [], []
@@ -247,16 +248,7 @@ def compare(name: str, ranks: int, device: torch.device, rounds: int, scale: flo
             extra = padding(sharded(name, row, device)[0], row)
             (run_rows if extra <= MOST_PADDING else refused).append((row, extra))
         labels = [row.label for row, _ in run_rows]
-        if device.type == "cuda":  # alone, so that the peak is its own
-            for row, _ in run_rows:
-                gc.collect()
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-                run = stepper(*with_storage(*sharded(name, row, device), device))
-                for _ in range(3):
-                    run()
-                peaks[row.label] = torch.cuda.max_memory_reserved() / 2**20
-                del run
+        peaks = {row.label: peak(name, row, device) / 2**20 for row, _ in run_rows}
         runs = {row.label: stepper(*with_storage(*sharded(name, row, device), device)) for row, _ in run_rows}
         wires: dict[str, tuple[float, int, int]] = {}
         for label, run in runs.items():
@@ -267,7 +259,7 @@ def compare(name: str, ranks: int, device: torch.device, rounds: int, scale: flo
         times = rounds_of(runs, rounds, device)
         wire.log.clear()
     header = f"{'system':<28}{'step ms':>9}{'ratio':>8}{'+-':>7}{'wire ms':>9}{'bytes':>8}{'calls':>7}"
-    print(header + (f"{'reserved':>10}" if peaks else ""))
+    print(header + f"{'memory':>10}{'ratio':>8}")
     for label in labels:
         ratio = figure([a / b for a, b in zip(times[label], times[labels[0]], strict=True)], "ratio")
         sent = wires[label][1] / wires[labels[0]][1]
@@ -275,16 +267,31 @@ def compare(name: str, ranks: int, device: torch.device, rounds: int, scale: flo
         figures[f"{key}.step_ratio"] = ratio
         figures[f"{key}.bytes_ratio"] = {"value": sent, "unit": "ratio", **plain}
         figures[f"{key}.calls"] = {"value": wires[label][2], "unit": "calls", **plain}
-        if peaks:
-            figures[f"{key}.peak_ratio"] = {"value": peaks[label] / peaks[labels[0]], "unit": "ratio", **plain}
+        memory = peaks[label] / peaks[labels[0]]
+        figures[f"{key}.peak_ratio"] = {"value": memory, "unit": "ratio", **plain}
         print(
             f"{label:<28}{statistics.median(times[label]) * 1e3:>9.1f}{ratio['value']:>8.3f}{ratio['spread']:>7.3f}"
-            f"{wires[label][0] * 1e3:>9.1f}{sent:>8.3f}{wires[label][2]:>7}" + (f"{peaks[label]:>8.0f}Mi" if peaks else "")
+            f"{wires[label][0] * 1e3:>9.1f}{sent:>8.3f}{wires[label][2]:>7}{peaks[label]:>8.1f}Mi{memory:>8.3f}"
         )
     for row, extra in refused:
         print(f"{row.label:<28}not run: {extra:.0%} of padding, {1 + extra:.1f} times the memory and the bytes")
         figures[f"{name}.{ranks}.{row.label}.padding"] = {"value": extra, "spread": 0.0, "unit": "ratio", "goal": None, "peer": None}
     return figures
+
+
+def peak(name: str, row: Row, device: torch.device) -> int:
+    """Return the peak bytes of a system alone."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    model, data = with_storage(*sharded(name, row, device, mixed=True), device)
+    run = stepper(model, data if data.dtype == torch.int64 else data.bfloat16())
+    for _ in range(3):
+        run()
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved()
+    return 3 * sum(p.to_local().nbytes for p in model.parameters()) + peak_of_live_tensors(run)
 
 
 def rounds_of(runs: dict[str, Callable[[], None]], rounds: int, device: torch.device) -> dict[str, list[float]]:
