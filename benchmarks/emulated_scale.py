@@ -286,7 +286,7 @@ def peak(name: str, row: Row, device: torch.device) -> int:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     model, data = with_storage(*sharded(name, row, device, mixed=True), device)
-    run = stepper(model, data if data.dtype == torch.int64 else data.bfloat16())
+    run = stepper(model, data)
     for _ in range(3):
         run()
     if device.type == "cuda":
