@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.checkpoint.checkpoint_ranks import Mlp, fsdp2, gathered, one_step, ragged
+from tests.checkpoint.built_models import Mlp, fsdp2, gathered, one_step, ragged
 from vescale_ray import checkpoint as ckpt
 
 

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from tests.checkpoint.test_checkpoint_plain import digest
+from tests.checkpoint.plain_values import digest
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.bridges.dcp import DcpReader
 

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.checkpoint_ranks import CONFIG, gathered, sharded_llama
+from tests.checkpoint.built_models import gathered
+from tests.checkpoint.checkpoint_ranks import CONFIG, sharded_llama
 from tests.checkpoint.checkpoint_support import bits, damage, memory_folder, peak_growths, random_bits, random_layout, save_in_process
 from tests.checkpoint.faulty_store import Fault, FaultyStore
 from tests.checkpoint.test_checkpoint_state import Net

@@ -12,17 +12,9 @@ import pytest
 import torch
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from tests.checkpoint.checkpoint_ranks import (
-    Mlp,
-    async_failing_rank,
-    async_killed_rank,
-    async_rank,
-    composed,
-    killed_rank,
-    load_rank,
-    mixed_mesh_rank,
-    save_rank,
-)
+from tests.checkpoint.async_ranks import async_failing_rank, async_killed_rank, async_rank
+from tests.checkpoint.built_models import Mlp
+from tests.checkpoint.checkpoint_ranks import composed, killed_rank, load_rank, mixed_mesh_rank, save_rank
 from tests.ranks import _context, on_processes, run_gloo
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.state.tensors import _strided

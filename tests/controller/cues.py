@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.controller.hanging import act
-from tests.workers.tiny import DropoutModel
+from tests.workers.tiny_models import DropoutModel
 from vescale_ray.models.moe import MoE, MoEConfig
 
 CONTROLLER = b"ray::Controller"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.workers.tiny import DropoutModel
+from tests.workers.tiny_models import DropoutModel
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.workers.monitoring.process import born
 

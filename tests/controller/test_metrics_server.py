@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,89 +17,13 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from tests.controller.served_metrics import FULL, Box, get, value
 from vescale_ray.controller.failures.budget import Cause
 from vescale_ray.controller.http import metrics
 from vescale_ray.controller.http.exposition import DEVICE_MEMORY, EXTREMES, MOST_RANKS, QUANTILES, exposition, extremes, quantiles
-from vescale_ray.controller.http.metrics import MetricsServer, PortInUse, Scrapes
+from vescale_ray.controller.http.metrics import MetricsServer, Scrapes
 from vescale_ray.controller.state.snapshot import STATES, Histogram, Snapshot
 from vescale_ray.controller.statistics.goodput import Loss
-from vescale_ray.errors import BadInput
-
-FULL = Snapshot(
-    run="r1",
-    state="RUNNING",
-    step=40,
-    steps=100,
-    steps_executed=43,
-    tokens=43000,
-    loss=2.5,
-    bpb=3.6,
-    tokens_per_second=1234.5,
-    grad_norm=0.7,
-    learning_rate=1e-3,
-    world=3,
-    world_target=3,
-    world_min=1,
-    world_max=6,
-    generation=4,
-    started=1e9,
-    last_step_time=1.5e9,
-    step_seconds=Histogram().observe(0.2).observe(0.3),
-    rescales={("shrink", "failure"): 1, ("grow", "manual"): 2},
-    rescale_seconds=Histogram().observe(1.5),
-    rescale_phase_seconds={"detect": 0.1, "sync": 1.4},
-    replayed_steps=3,
-    worker_failures={"died": 1},
-    memory={0: 100, 1: 200, 2: 300},
-    flops_utilization=0.375,
-    phase_seconds={"data": 0.5, "comm": 2.0},
-    nonfinite_steps=2,
-    nonfinite_weights=1,
-    clipped_steps=5,
-    skipped_steps=1,
-    draining=1,
-    unprotected=2,
-    memory_kinds={"parameters": {0: 400, 1: 410, 2: 420}, "padding": {0: 0, 1: 8, 2: 0}},
-    device_memory={"allocated": {0: 7, 1: 8, 2: 9}, "capacity": {0: 80, 1: 80, 2: 80}},
-    data_waiting_tokens=7000,
-    data_read_bytes=123456,
-    data_skipped={"files": 2, "records": 30},
-    alloc_retries={0: 0, 1: 3, 2: 0},
-    waited={"all_gather": {0: 1.25, 1: 0.5, 2: 0.75}, "step_end": {0: 0.0, 1: 2.5, 2: 0.0}},
-    rank_step_seconds={0: 0.3, 1: 0.3, 2: 0.31},
-    heard={0: 1.5e9, 1: 1.5e9 + 0.25, 2: 1.5e9},
-    workers={0: {"worker": "w0", "node": "n0"}, 2: {"worker": "w3", "node": "n1"}},
-    slot_seconds={0: 0.1, 1: 0.3, 2: 0.1},
-    slowness={0: 1.0, 1: 3.0, 2: 1.0},
-    slots={0: 3, 1: 1, 2: 2},
-    stragglers={"w1": {"rank": 1, "factor": 3.0, "since_step": 20, "node": "n0"}},
-    checkpoint_step=30,
-    checkpoint_time=1.4e9,
-    checkpoint_path="/c/30",
-    checkpoint_bytes=1000,
-    checkpoint_failures=0,
-    checkpoint_read_bytes=4000,
-    checkpoint_load_failures=2,
-    checkpoint_stages={"snapshot": Histogram().observe(0.05), "upload": Histogram().observe(7.0)},
-    checkpoint_loads=Histogram().observe(0.4).observe(0.5),
-    checkpoints_pending=1,
-    info={"model": "llama", "torch": "2.13.0"},
-)
-
-
-class Box:
-    """The server's inputs: a snapshot that a test changes, and the commands that arrived."""
-
-    def __init__(self) -> None:
-        self.snapshot = FULL
-        self.commands: list[tuple[str, dict[str, Any]]] = []
-        self.raises: Exception | None = None
-
-    def control(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
-        if self.raises is not None:
-            raise self.raises
-        self.commands.append((action, body))
-        return {"done": action}
 
 
 @pytest.fixture
@@ -114,32 +36,6 @@ def server(box: Box) -> Iterator[MetricsServer]:
     server = MetricsServer("127.0.0.1", 0, lambda: box.snapshot, box.control, "secret")
     yield server
     server.close()
-
-
-def get(server: MetricsServer, path: str, accept: str = "") -> str:
-    request = urllib.request.Request(server.url() + path, headers={"Accept": accept})
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return answer.read().decode()
-
-
-def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    return {(s.name, frozenset(s.labels.items())): s.value for family in parse_text(text) for s in family.samples}
-
-
-def value(text: str, name: str, **labels: str) -> float:
-    return samples(text)[name, frozenset({"run": "r1", **labels}.items())]
-
-
-def post(
-    server: MetricsServer, path: str, body: Any = None, token: str | None = "secret", raw: bytes | None = None
-) -> tuple[int, dict[str, Any]]:
-    data = raw if raw is not None else json.dumps(body if body is not None else {}).encode()
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    try:
-        with urllib.request.urlopen(urllib.request.Request(server.url() + path, data=data, headers=headers), timeout=10) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
 
 
 def test_every_figure_of_the_snapshot_is_in_the_scrape(server: MetricsServer) -> None:
@@ -324,6 +220,8 @@ def test_names_and_labels_follow_the_rules(server: MetricsServer) -> None:
 
 SERIES = 25
 """Number of series of a rank that has everything: a GPU, Muon, past moves of shards."""
+
+
 NUMBERS_S = 0.0025
 """CPU time for the formatting of 20 times 1,024 numbers at full speed, in seconds."""
 
@@ -414,132 +312,6 @@ def test_the_status_is_the_snapshot_as_json(server: MetricsServer, box: Box) -> 
     assert status["memory"] == {"0": 100, "1": 200, "2": 300}
     assert status["rescales"] == {"shrink/failure": 1, "grow/manual": 2}
     assert status["rescale_seconds"] == {"count": 1, "sum": 1.5}
-
-
-def test_commands_reach_the_controller_and_its_answer_comes_back(server: MetricsServer, box: Box) -> None:
-    assert post(server, "/stop") == (200, {"done": "stop"})
-    assert post(server, "/rescale", {"workers": 2}) == (200, {"done": "rescale"})
-    assert box.commands == [("stop", {}), ("rescale", {"workers": 2})]
-
-
-@pytest.mark.parametrize("token", [None, "", "wrong", "secre", "secret2", "sécret"])
-@pytest.mark.parametrize("path", ["/stop", "/rescale"])
-def test_command_without_a_valid_token_is_refused_without_effect(server: MetricsServer, box: Box, path: str, token: str | None) -> None:
-    header = None if token is None else token.encode().decode("latin-1")
-    status, answer = post(server, path, {"workers": 2}, token=header)
-    assert status == 401 and "control.json" in answer["error"]
-    assert box.commands == []
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (b"{}", "workers = None"),
-        (b'{"workers": 0}', "workers = 0: give a whole number of at least 1"),
-        (b'{"workers": -1}', "workers = -1"),
-        (b'{"workers": true}', "workers = True"),
-        (b'{"workers": "2"}', "workers = '2'"),
-        (b"[1]", "must be a JSON object"),
-        (b"{", "not JSON"),
-        (b"x" * 70000, "at most 65536 bytes"),
-    ],
-)
-def test_invalid_rescale_is_refused_with_the_reason(server: MetricsServer, box: Box, body: bytes, words: str) -> None:
-    status, answer = post(server, "/rescale", raw=body)
-    assert status == 400 and words in answer["error"]
-    assert box.commands == []
-
-
-def test_controllers_refusal_is_returned_to_the_caller(server: MetricsServer, box: Box) -> None:
-    box.raises = BadInput("9 workers: there are 6 slots")
-    assert post(server, "/rescale", {"workers": 9}) == (400, {"error": "9 workers: there are 6 slots"})
-    box.raises = RuntimeError("broken\nhere")
-    assert post(server, "/stop") == (500, {"error": "RuntimeError: broken here"})
-    assert value(get(server, "/metrics"), "vescale_step") == 40  # and the server lives on
-
-
-def test_a_server_without_control_takes_no_commands() -> None:
-    server = MetricsServer("127.0.0.1", 0, lambda: FULL, None, "secret")
-    try:
-        assert post(server, "/stop")[0] == 405
-    finally:
-        server.close()
-
-
-@pytest.mark.parametrize("path", ["/", "/nothing", "/metrics/x", "/stop"])
-def test_an_unknown_page_is_404(server: MetricsServer, path: str) -> None:
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        get(server, path)
-    assert caught.value.code == 404
-    caught.value.close()
-
-
-def test_failing_snapshot_returns_500_and_the_server_lives_on() -> None:
-    def fail() -> Snapshot:
-        raise KeyError("gone")
-
-    server = MetricsServer("127.0.0.1", 0, fail, None, "t")
-    try:
-        for path in ("/metrics", "/status", "/metrics"):
-            with pytest.raises(urllib.error.HTTPError) as caught:
-                get(server, path)
-            assert caught.value.code == 500
-            caught.value.close()
-    finally:
-        server.close()
-
-
-def test_a_port_in_use_is_named_with_the_remedy() -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        with pytest.raises(PortInUse, match=f"metrics.port = {port}: in use .*0 for any free port") as caught:
-            MetricsServer("127.0.0.1", port, lambda: FULL, None, "t")
-    assert isinstance(caught.value, BadInput) and "\n" not in str(caught.value)
-
-
-def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"metrics.host = 192\.0\.2\.1"):
-        MetricsServer("192.0.2.1", 0, lambda: FULL, None, "t")
-
-
-def test_close_frees_the_port_despite_an_open_connection(box: Box) -> None:
-    first = MetricsServer("127.0.0.1", 0, lambda: box.snapshot, None, "t")
-    port = first.port
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
-        client.sendall(b"GET /metrics HTTP/1.1\r\n")  # never ends its request
-        first.close()
-        second = MetricsServer("127.0.0.1", port, lambda: box.snapshot, None, "t")
-    assert second.port == port
-    second.close()
-
-
-@pytest.mark.fault("S10")
-def test_slow_connections_neither_block_others_nor_pile_up(
-    server: MetricsServer, box: Box, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A slow connection holds a thread and a file of the controller, for as long as it sends a byte every 10 s."""
-    monkeypatch.setattr(metrics, "MOST_CONNECTIONS", 4)
-    clients: list[socket.socket] = []
-    try:
-        for _ in range(12):
-            clients.append(socket.create_connection(("127.0.0.1", server.port), timeout=30))
-            clients[-1].sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: a")
-        for client in clients[:8]:
-            with suppress(ConnectionResetError):
-                assert client.recv(1) == b"", "the oldest was ended"
-        assert get(server, "/metrics") and json.loads(get(server, "/status"))["run"] == "r1"
-        held, deadline = server._server._held, time.monotonic() + 10  # type: ignore[attr-defined]
-        while len(held) >= 4 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(held) < 4, "who was served takes no room: else one that is slow would be ended for those that are gone"
-        clients[-1].sendall(b"\r\n\r\n")
-        assert clients[-1].recv(15) == b"HTTP/1.0 200 OK", "one that is slow is served, as long as there is room"
-    finally:
-        for client in clients:
-            client.close()
-    assert "Traceback" not in "".join(capfd.readouterr())
 
 
 def test_histogram_buckets_are_cumulative_and_bounds_inclusive() -> None:

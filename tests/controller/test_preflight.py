@@ -144,8 +144,8 @@ def test_the_model_has_the_vocabulary_of_the_data(tmp_path: Path) -> None:
     write_tokens(tmp_path / "a.parquet")
     data = {"data_corpus": str(tmp_path / "a.parquet"), "data_column": "ids", "data_vocab": 300}
     assert preflight.foresee(tiny(tmp_path, "r", **data)).expected["embed.weight"].shape[0] == 300
-    factory = {"model_factory": "tests.workers.tiny:DropoutModel", "model_units": ["body"]}
-    assert "the embedding of model.factory = tests.workers.tiny:DropoutModel has 256 rows" in refused(
+    factory = {"model_factory": "tests.workers.tiny_models:DropoutModel", "model_units": ["body"]}
+    assert "the embedding of model.factory = tests.workers.tiny_models:DropoutModel has 256 rows" in refused(
         tiny(tmp_path, "r", **data, **factory)
     )
     assert "set data.vocab to the number of tokens" in refused(tiny(tmp_path, "r", **{**data, "data_vocab": None}))
@@ -183,7 +183,7 @@ def test_experts_that_workers_can_not_share_are_refused(tmp_path: Path) -> None:
         "train.expert_parallel = 2: layers.0.ffn.experts.gate_up_proj of shape (3, 16, 24): the 2 workers do not divide its experts; "
         "use a number that does"
     )
-    dense = {**shared, "model_factory": "tests.workers.tiny:DropoutModel", "model_units": ["body"]}
+    dense = {**shared, "model_factory": "tests.workers.tiny_models:DropoutModel", "model_units": ["body"]}
     assert "train.expert_parallel = 2: DropoutModel has no fused experts" in refused(tiny(tmp_path, "r", **dense))
 
 

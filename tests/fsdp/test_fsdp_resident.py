@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from tests.fsdp import test_fsdp_behaviour as behaviour
+from tests.fsdp import test_fsdp_settings as unit_settings
 from tests.operations import Operations
 from tests.ranks import on_processes, run_gloo
 from vescale_ray.fsdp import fully_shard, set_debug
@@ -309,10 +310,10 @@ ROUTES = [
     behaviour.test_a_list_of_modules_is_one_unit_and_may_run_in_parts,
     behaviour.test_another_method_can_be_a_forward,
     behaviour.test_inputs_and_outputs_may_be_nested,
-    behaviour.test_gradients_accumulate_without_communication,
-    behaviour.test_prefetch_lists_change_nothing_but_the_order,
-    behaviour.test_manual_unshard_and_reshard_swap_the_parameters,
-    behaviour.test_hooks_on_sharded_parameters_run_when_gradients_arrive,
+    unit_settings.test_gradients_accumulate_without_communication,
+    unit_settings.test_prefetch_lists_change_nothing_but_the_order,
+    unit_settings.test_manual_unshard_and_reshard_swap_the_parameters,
+    unit_settings.test_hooks_on_sharded_parameters_run_when_gradients_arrive,
     behaviour.test_casting_the_model_casts_its_shards,
     behaviour.test_after_an_exception_a_step_can_be_repeated,
 ]
@@ -335,9 +336,9 @@ def with_small_ranges(rank: int, world: int, routes: Sequence[Any]) -> int:
 
 AMONG_THREE = [
     behaviour.test_state_dicts_are_views_and_load_from_sharded_or_full,
-    behaviour.test_the_divide_factor_is_torchs,
+    unit_settings.test_the_divide_factor_is_torchs,
 ]
-AMONG_FOUR = [behaviour.test_hsdp_shards_inside_and_sums_over_replicas]
+AMONG_FOUR = [unit_settings.test_hsdp_shards_inside_and_sums_over_replicas]
 
 
 @pytest.mark.parametrize(("world", "routes"), [(2, ROUTES), (3, AMONG_THREE), (4, AMONG_FOUR)])

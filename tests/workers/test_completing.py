@@ -104,7 +104,7 @@ def test_drawn_completions_depend_on_seed_and_step_alone(fleet: Fleet, text: str
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "dropout": {"model_factory": "tests.workers.tiny:DropoutModel", "model_units": ["body"]},  # takes no shorter input than a sample
+    "dropout": {"model_factory": "tests.workers.tiny_models:DropoutModel", "model_units": ["body"]},  # takes no shorter input than a sample
     "experts": {"model_factory": "vescale_ray.models.moe:build", "model_args": SIZES},
 }
 

@@ -42,11 +42,11 @@ ADAM8 = {"train_optimizer": "adamw8bit", "train_optimizer_options": {"min_8bit_n
 ADAM8_AGAIN = {**ADAM8, "train_activation_checkpointing": "full"}
 BF16 = {"train_param_dtype": "bfloat16", "train_reduce_dtype": "bfloat16", "model_tie": True}
 SHAMPOO, SOAP = {"train_optimizer": "shampoo"}, {"train_optimizer": "soap", "train_threads": 2}
-DROPOUT = {"model_factory": "tests.workers.tiny:DropoutModel", "model_units": ["body"], "train_grad_clip": 0}
-EXPERTS = {"model_factory": "tests.workers.tiny:ExpertsModel", "model_units": ["body"], **CLIP}
+DROPOUT = {"model_factory": "tests.workers.tiny_models:DropoutModel", "model_units": ["body"], "train_grad_clip": 0}
+EXPERTS = {"model_factory": "tests.workers.tiny_models:ExpertsModel", "model_units": ["body"], **CLIP}
 FP8 = {**ADAM8, "train_quantize": "fp8 12x16", "train_param_dtype": "bfloat16", "train_reduce_dtype": "float32"}
 PRODUCTS = {**FP8, "train_quantize": "fp8 16x16", "train_quantize_products": True}
-OF_16_BITS = {"model_factory": "tests.workers.tiny:of_16_bits", "model_units": ["body"], "train_grad_clip": 0}
+OF_16_BITS = {"model_factory": "tests.workers.tiny_models:of_16_bits", "model_units": ["body"], "train_grad_clip": 0}
 
 
 ALL: tuple[dict[str, Any], ...] = ({}, MUON, ADAM8_AGAIN, BF16, SHAMPOO, SOAP, DROPOUT, {**MUON, **EXPERTS}, OF_16_BITS, FP8)

@@ -129,7 +129,7 @@ def test_a_mask_without_ends_or_positions_is_refused(tmp_path: Path) -> None:
         preflight.foresee(configured(folder, tokens, data_eval={"other": {"corpus": tokens, "end_token": "2"}}, **more))
     with pytest.raises(BadInput, match=r"data.document_mask = true: DropoutModel.forward takes no position_ids"):
         preflight.foresee(
-            tiny("stdlib", model_factory="tests.workers.tiny:DropoutModel", model_units=["body"], data_document_mask=True, **more)
+            tiny("stdlib", model_factory="tests.workers.tiny_models:DropoutModel", model_units=["body"], data_document_mask=True, **more)
         )
     other = hf_folders.write(tmp_path / "other", "gpt_oss")
     with pytest.raises(BadInput, match=r"document_mask = true: the layers of transformers' GptOssForCausalLM do not keep documents apart"):

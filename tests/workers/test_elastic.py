@@ -239,7 +239,7 @@ def test_death_before_first_copy_of_a_generation_costs_one_step(text: str, undis
 
 def test_death_of_a_rank_without_shards_loses_no_step(text: str) -> None:
     """A rank without shards sends no copy, which was once taken for a missing copy. The run then resumed the step before, or none."""
-    with running(tiny(text, model_factory="tests.workers.tiny:OneWeight", model_units=["body"]), 3) as (fleet, run):
+    with running(tiny(text, model_factory="tests.workers.tiny_models:OneWeight", model_units=["body"]), 3) as (fleet, run):
         for victim, step in ((1, 0), (2, 3)):
             run.train(step)
             survivors, _, _ = run.train_with_a_death(6, victim=victim, step=step, delay=0.0)

@@ -21,7 +21,7 @@ def warm_up(config: RunConfig) -> None:
     rehearse(config, torch.device("cpu"), NextModel(config))
 
 
-EXPERTS = {"model_factory": "tests.workers.tiny:ExpertsModel", "model_units": ["body"]}
+EXPERTS = {"model_factory": "tests.workers.tiny_models:ExpertsModel", "model_units": ["body"]}
 
 
 def _sockets() -> int:

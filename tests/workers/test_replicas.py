@@ -177,7 +177,7 @@ def _settle(state: State) -> None:
         {"train_optimizer": "adamw8bit", "train_optimizer_options": {"block": "tile 8x16", "min_8bit_numel": 256}},
         {"train_optimizer": "soap"},
         {"train_param_dtype": "bfloat16", "train_reshard_after_forward": False},
-        {"model_factory": "tests.workers.tiny:ExpertsModel", "model_units": ["body"]},
+        {"model_factory": "tests.workers.tiny_models:ExpertsModel", "model_units": ["body"]},
     ],
     ids=["muon", "8-bit Adam", "SOAP", "bfloat16", "experts"],
 )

@@ -47,12 +47,12 @@ OTHER: dict[str, Any] = {
     "model_tie": True,
 }
 OTHER |= {"train_no_decay": ["*norm*"], "train_zero_stage": 1}
-EXPERTS: dict[str, Any] = {"model_factory": "tests.workers.tiny:ExpertsModel", "model_units": ["body"], "train_lr": 0.02}
+EXPERTS: dict[str, Any] = {"model_factory": "tests.workers.tiny_models:ExpertsModel", "model_units": ["body"], "train_lr": 0.02}
 EXPERTS |= {"train_no_decay": ["*.bias", "embed.*"]}
 
 
-PATCHES = {**EXPERTS, "model_factory": "tests.workers.tiny:PatchModel", "train_zero_stage": 2}
-SPREAD = {**EXPERTS, "model_factory": "tests.workers.tiny:SpreadModel"}
+PATCHES = {**EXPERTS, "model_factory": "tests.workers.tiny_models:PatchModel", "train_zero_stage": 2}
+SPREAD = {**EXPERTS, "model_factory": "tests.workers.tiny_models:SpreadModel"}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_record_accounts_for_the_whole_step_on_every_rank(text: str) -> None:
     corpus = text_of(config)
     stream = SampleStream(corpus.num_samples, config.run.seed)
     with running(config, 3) as (fleet, run):
-        per_rank = fleet.run_each({0: (1, 0.0, 0.4), 1: (4, 0.5), 2: (0,)}, _step_with_flags)
+        per_rank = fleet.run_each({0: (1, 0.0, 1.2), 1: (4, 1.5), 2: (0,)}, _step_with_flags)
         for index in range(2):
             records: list[StepRecord] = [per_rank[w][index] for w in range(3)]
             for record in records:
@@ -119,9 +119,9 @@ def test_a_record_accounts_for_the_whole_step_on_every_rank(text: str) -> None:
         first = [per_rank[w][0] for w in range(3)]
         late = first[1].seconds
         assert first[1].alone_seconds == 0.0, "the last to begin waits for nobody"
-        about = pytest.approx(late, abs=0.2, rel=0.5)
-        assert all(r.alone_seconds > 0.3 and r.seconds - r.alone_seconds == about for r in (first[0], first[2])), first
-        assert first[0].alone_seconds == pytest.approx(first[2].alone_seconds, abs=0.2), "what one of them had to settle counts for none"
+        about = pytest.approx(late, abs=0.6, rel=0.5)
+        assert all(r.alone_seconds > 0.9 and r.seconds - r.alone_seconds == about for r in (first[0], first[2])), first
+        assert first[0].alone_seconds == pytest.approx(first[2].alone_seconds, abs=0.6), "what one of them had to settle counts for none"
         run.end()
 
 
@@ -131,7 +131,7 @@ def _step_with_flags(state: State, flags: int, late: float = 0.0, settles: float
 
 
 def test_random_numbers_follow_the_slot_not_the_rank(text: str) -> None:
-    config = tiny(text, model_factory="tests.workers.tiny:DropoutModel", model_units=["body"])
+    config = tiny(text, model_factory="tests.workers.tiny_models:DropoutModel", model_units=["body"])
     curves = []
     with Fleet(3) as fleet:
         run = Run(fleet, config)
@@ -169,7 +169,7 @@ def test_unit_patterns_match_by_part_and_unmatched_ones_raise(text: str) -> None
 
 def test_modules_fill_themselves_equally_at_every_world_size(text: str) -> None:
     """A factory with arguments, a loss of its own, and a model whose modules have ``reset_parameters``."""
-    name = "tests.workers.tiny:"
+    name = "tests.workers.tiny_models:"
     config = tiny(text, model_factory=f"{name}Plain", model_args={"dim": 24}, model_loss=f"{name}loss_of_scores", model_units="auto")
     states, losses = [], []
     with Fleet(3) as fleet:
@@ -191,14 +191,14 @@ def test_modules_fill_themselves_equally_at_every_world_size(text: str) -> None:
 def test_untrainable_model_or_world_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match=r"6 workers for train\.slots = 5"):
         Trainer(tiny(text), 0, 6, 1, "cpu", text_of(tiny(text)))
-    with pytest.raises(ValueError, match=r"model\.factory = tests\.workers\.tiny:nothing"):
-        build_model(tiny(text, model_factory="tests.workers.tiny:nothing"))
+    with pytest.raises(ValueError, match=r"model\.factory = tests\.workers\.tiny_models:nothing"):
+        build_model(tiny(text, model_factory="tests.workers.tiny_models:nothing"))
     with pytest.raises(ValueError, match=r"persistent buffers \['seen'\]"):
-        build_model(tiny(text, model_factory="tests.workers.tiny:with_buffer"))
+        build_model(tiny(text, model_factory="tests.workers.tiny_models:with_buffer"))
 
 
 def test_deterministic_mode_refuses_inexact_16_bit_parameters(text: str) -> None:
-    changes = {"model_factory": "tests.workers.tiny:of_16_bits", "model_units": ["body"]}
+    changes = {"model_factory": "tests.workers.tiny_models:of_16_bits", "model_units": ["body"]}
     for deterministic, optimizer in ((False, "sgd"), (True, "adamw")):
         build_model(tiny(text, elastic_deterministic=deterministic, train_optimizer=optimizer, **changes))
     with pytest.raises(ValueError, match=r"train\.optimizer = sgd: embed\.weight has fewer than 32 bits"):
@@ -381,7 +381,7 @@ def test_staging_of_the_reduction_is_the_job_files(tmp_path: Path) -> None:
 
 
 def test_copied_model_trains_as_its_original(tmp_path: Path) -> None:
-    config = tiny(write_text(tmp_path), model_factory="tests.workers.tiny:ExpertsModel", model_units=["body"])
+    config = tiny(write_text(tmp_path), model_factory="tests.workers.tiny_models:ExpertsModel", model_units=["body"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     losses, template = [], Blank(config)
     for number, blank in enumerate((template.copied(), template.copied(), template)):

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.workers.fleet import Fleet, State
-from tests.workers.tiny import DropoutModel, Run, text_of, tiny, write_text
+from tests.workers.tiny import Run, text_of, tiny, write_text
+from tests.workers.tiny_models import DropoutModel
 from vescale_ray import gloo
 from vescale_ray.config import RunConfig
 from vescale_ray.workers.building.compile_ahead import calls_of, compile_units
