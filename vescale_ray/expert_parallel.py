@@ -180,7 +180,7 @@ class _ParallelForward(ABC):
 class _RowsForward(_ParallelForward):
     """Forward of experts that takes rows ordered by expert, and the counts of each."""
 
-    @disable_dynamo  # type: ignore[untyped-decorator]
+    @disable_dynamo
     def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
         return self.exchanged(rows, counts)
 
@@ -192,7 +192,7 @@ class _RowsForward(_ParallelForward):
 class _TransformersForward(_ParallelForward):
     """Forward of fused experts of transformers. It takes rows, and the indices and weights of each row's experts."""
 
-    @disable_dynamo  # type: ignore[untyped-decorator]
+    @disable_dynamo
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         chosen = top_k_index.flatten()
         counts = torch.zeros(self.module.num_experts, dtype=torch.int64, device=chosen.device)

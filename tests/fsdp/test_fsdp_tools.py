@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from tests.ranks import run_gloo
+from tests.ranks import on_processes, run_gloo
 from vescale_ray import optim
 from vescale_ray.fsdp import fully_shard
 
@@ -97,6 +97,14 @@ def compiled_optimizer(how: Any) -> tuple[float, float]:
             optimizer.zero_grad()
         sums.append(sum(p.full_tensor().square().sum().item() for p in model.parameters()))
     return sums[0], sums[1]
+
+
+@on_processes(1)
+def test_one_graph_of_a_whole_model_is_refused_with_the_remedy(rank: int, world: int) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"leave out fullgraph=True, or compile each unit .*, layer.compile"):
+        torch.compile(sharded(fully_shard), backend="eager", fullgraph=True)(torch.ones(2, WIDTH))
+    sharded(fully_shard, backend="eager")(torch.ones(2, WIDTH)).sum().backward()
 
 
 OPTIMIZERS: dict[str, Any] = {

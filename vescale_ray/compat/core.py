@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from vescale_ray.compat import need, private_names
 
 with private_names():
     # Keeps torch.compile out of hooks, as torch's own fully_shard does.
-    from torch import _disable_dynamo as disable_dynamo  # type: ignore[attr-defined]
+    from torch import _disable_dynamo  # type: ignore[attr-defined]
 
     # Does the same without a wrapper around each call, for a function and all that it calls.
     from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
@@ -126,6 +126,17 @@ def has_function_mode() -> bool:
 def outside_transforms() -> Any:
     """Return a context that suspends ``torch.func`` transforms, which would wrap the gathered parameters."""
     return DisableFuncTorch() if are_functorch_transforms_active() else NO_CONTEXT
+
+
+def disable_dynamo(function: F) -> F:
+    """Keep ``torch.compile`` out of ``function``. Torch's error for ``fullgraph=True`` contains the reason."""
+    wrapper: Any = _disable_dynamo(function)
+    wrapper._torchdynamo_disable = True
+    wrapper._torchdynamo_disable_msg = (
+        "vescale_ray communicates here, outside of compiled code: leave out fullgraph=True, or compile each unit of fully_shard by itself, "
+        "layer.compile(fullgraph=True)"
+    )
+    return cast(F, wrapper)
 
 
 def run_as_is(function: F) -> F:

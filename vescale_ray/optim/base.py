@@ -102,7 +102,7 @@ class BlockOptimizer(InPlaceLoading, ABC):
 
     # -- step --------------------------------------------------------------------------------------------------------
 
-    @disable_dynamo  # type: ignore[untyped-decorator]
+    @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Any = None, *, decision: Decision | None = None) -> Any:
         """Take one step; ``closure`` recomputes the loss, which is returned. Communicates only if ``nonfinite`` says so.

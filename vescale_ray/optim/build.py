@@ -254,7 +254,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
                 "a combined optimizer does not know which part should step new parameters: add the group to one of .optimizers"
             )
 
-    @disable_dynamo  # type: ignore[untyped-decorator]
+    @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Step every part. Collective if one of them communicates.

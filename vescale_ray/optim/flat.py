@@ -154,7 +154,7 @@ class Flat(StrictLoading):
     def _parameters(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    @disable_dynamo  # type: ignore[untyped-decorator]
+    @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         loss = None

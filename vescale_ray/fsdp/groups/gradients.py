@@ -136,7 +136,7 @@ class Gradients(GradientSettings):
         """Register a hook that takes the gradient of unsharded parameter ``index`` once autograd has accumulated it."""
         mine = weakref.ref(self)  # autograd keeps the hook as long as the leaf, and this object keeps the leaf
 
-        @disable_dynamo  # type: ignore[untyped-decorator]
+        @disable_dynamo
         def hook(_: torch.Tensor) -> None:
             owner = mine()
             if owner is not None:

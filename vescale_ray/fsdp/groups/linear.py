@@ -148,7 +148,7 @@ class _Linear(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
-    @disable_dynamo  # type: ignore[untyped-decorator]
+    @disable_dynamo
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grads
         if ctx.call is not None:

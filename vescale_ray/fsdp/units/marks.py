@@ -219,7 +219,7 @@ class _InputMark(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @disable_dynamo  # type: ignore[untyped-decorator]
+    @disable_dynamo
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         unit = ctx.unit()
         if unit is not None:

@@ -321,7 +321,7 @@ class Schedule:
             if asks and group.grads.delivers:
                 self._uses.add(group)
 
-    @disable_dynamo  # type: ignore[untyped-decorator]
+    @disable_dynamo
     def end_backward(self) -> None:
         """Close all units at the end of the backward. Autograd calls this."""
         log("root_post_backward")

@@ -112,7 +112,7 @@ class Unit:
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
-    @disable_dynamo  # type: ignore[untyped-decorator]
+    @disable_dynamo
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         schedule = self.schedule or self._start(self)
         schedule.abandon_forward(if_interrupted=True)
@@ -147,7 +147,7 @@ class Unit:
             self.call.exit = self._exit
         return args, kwargs
 
-    @disable_dynamo  # type: ignore[untyped-decorator]
+    @disable_dynamo
     def post_forward(self, module: nn.Module, _args: Any, output: Any) -> Any:
         if output is None and id(sys.exc_info()[1]) != self._handled:
             self._abandon_forward()
@@ -241,7 +241,7 @@ class Unit:
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    @disable_dynamo  # type: ignore[untyped-decorator]
+    @disable_dynamo
     def pre_backward(self, call: Call[Unit]) -> None:
         """Enter the unit: a backward has reached the part of the graph that ``call`` made."""
         replaced = self.torch_state.replaced("pre_backward") if self.torch_state is not None else None

@@ -158,7 +158,7 @@ class Muon(InPlaceLoading):
         """Plans of the communication, one for each set of ranks that share parameters: roots, buckets, balance, bytes."""
         return tuple(exchange.itinerary for exchange in self._routed().exchanges)
 
-    @disable_dynamo  # type: ignore[untyped-decorator]
+    @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, decision: Decision | None = None) -> Any:  # type: ignore[override]
         """Take one step. Collective over the parameters' meshes.
