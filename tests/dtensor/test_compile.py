@@ -155,6 +155,15 @@ def test_pending_argument_joins_is_written_and_has_gradients(rank: int, world: i
 
 
 @on_processes(2)
+def test_loss_outside_the_compiled_function_reaches_ragged_parameters(rank: int, world: int) -> None:
+    """The gradient of ``sum()`` is whole on every rank, and the compiled function's result is ragged."""
+    mesh, a, b = init_device_mesh("cpu", (world,)), full(1), full(2)
+    ours = [ragged(t, mesh).requires_grad_() for t in (a, b)]
+    whole((torch.compile(lambda x, y: x * y, backend=BACKEND)(*ours)).sum()).backward()
+    close([t.grad for t in ours], [b, a], "gradients")
+
+
+@on_processes(2)
 def test_write_to_view_of_a_pending_tensor_reaches_it_or_raises(rank: int, world: int) -> None:
     mesh, a = init_device_mesh("cpu", (world,)), full(1)
     for make in (lambda t: t.sum(), lambda t: t.amax(), lambda t: t.mean(), lambda t: t.prod()):

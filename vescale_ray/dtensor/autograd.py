@@ -222,6 +222,11 @@ class RaggedAwareDTensor(DTensor):
         text = f"{type(self).__name__} {base} {tuple(local.shape)} {local.stride()} {local.dtype} {here}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
+    def __coerce_same_metadata_as_tangent__(self, flatten_spec: Any, expected_type: type | None = None) -> DTensor | None:
+        """Return this gradient with the placements that a compiled function expects, as those of its ragged result; None if it can't be."""
+        result = redistributed(self, flatten_spec[0])
+        return result if expected_type in (None, type(result)) else None
+
     @run_as_is
     def redistribute(
         self,
