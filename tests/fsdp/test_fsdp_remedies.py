@@ -198,7 +198,7 @@ def test_parameter_of_another_shape_is_refused(rank: int, world: int) -> None:
     """The sentences of torch and of the ragged tensor name both shapes. The model still trains."""
     ours, alone = sharded(layers()), layers()
     with pytest.raises(
-        ValueError, match=r"can't set \.data of a ragged tensor of shape \(8, 8\) .* of shape \(3, 8\): give a DTensor of its"
+        ValueError, match=r"can't set \.data of parameter 'weight' \(a ragged .* to a Tensor of shape \(3, 8\): give a DTensor of its"
     ):
         ours[0].weight.data = torch.zeros(3, 8)
     for assign in (True, False):

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard
+from torch.nn.utils import prune
 
+import vescale_ray
 from tests.fsdp.towers import filled
 from tests.fsdp.transformer import full
 from tests.ranks import on_processes, on_threads
@@ -129,3 +131,67 @@ def test_a_write_in_a_models_forward_reaches_its_later_units(rank: int, world: i
                 optimizer.zero_grad()
         for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(full(p), q.detach(), rtol=1e-4, atol=1e-5)
+
+
+def placed_as(parameter: Any, whole: torch.Tensor) -> Any:
+    return vescale_ray.distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+@on_threads(2)
+def test_a_write_that_can_not_be_done_names_the_parameter(rank: int, world: int) -> None:
+    model, alone, whole, rows = layers(), layers(), torch.arange(64.0).view(8, 8), torch.tensor([0, 2])
+    for module in (*model, model):
+        fully_shard(module)
+    for one in (model, alone):
+        one(torch.ones(2, 8)).sum().backward()
+    weight, bias, plain = model[1].weight, model[1].bias, alone[1].weight
+    by_parts = r"^parameter '1.weight' \(a ragged tensor .*: change its full_tensor\(\) on all ranks alike .* under torch.no_grad\(\)"
+    from_plain = r"^parameter '1.weight' is sharded, and aten.*vescale_ray.distribute_tensor\(\), or change the parameter's full_tensor\(\)"
+    refusals: list[tuple[str, Callable[[], Any]]] = [
+        (by_parts, lambda: nn.init.eye_(weight)),
+        (by_parts, lambda: weight.data.__setitem__(rows, 0.0)),
+        (from_plain, lambda: nn.init.sparse_(weight, 0.5)),
+        (from_plain, lambda: weight.data.mul_(whole)),
+        (from_plain, lambda: torch._foreach_mul_([bias.data, weight.data], [placed_as(bias, whole[0]), whole])),
+        (r"copy_: .* into parameter '1.weight' \(a ragged tensor", lambda: weight.data.copy_(whole[:3])),
+        (r"set .data of parameter '1.weight' \(a ragged tensor", lambda: setattr(weight, "data", whole)),
+        (r"^parameter '1.weight': aten.lerp_.* would write .* use full_tensor\(\)", lambda: plain.data.lerp_(weight, 0.5)),
+        (r"^parameter '1.weight' has no memory of its own", lambda: weight.detach().numpy()),
+        (r"meets .* change a module \(pruning, other embeddings\) before", lambda: prune.custom_from_mask(model[1], "weight", whole)),
+    ]
+    for text, write in refusals:
+        with pytest.raises((RuntimeError, ValueError), match=text):
+            write()
+    with torch.no_grad():
+        nn.init.eye_(written := weight.full_tensor())
+        weight.copy_(written)
+        weight.mul_(placed_as(weight, whole))
+        nn.init.eye_(plain).mul_(whole)
+    torch.testing.assert_close(full(weight), plain.detach())
+
+
+@on_threads(2)
+def test_a_step_with_a_plain_gradient_names_the_parameter(rank: int, world: int) -> None:
+    model, alone = layers(), layers()
+    for module in (*model, model):
+        fully_shard(module)
+    for one in (model, alone):
+        one(torch.ones(2, 8)).sum().backward()
+    gradient = alone[1].weight.grad
+    model[1].weight.grad = gradient
+    for kind in (torch.optim.AdamW, torch.optim.SGD):
+        with pytest.raises(ValueError, match=r"^the gradient of parameter '1.weight' is a plain tensor of .*distribute_tensor"):
+            kind(model.parameters(), lr=0.1).step()
+    model[1].weight.grad = placed_as(model[1].weight, gradient)
+    for one in (model, alone):
+        torch.optim.AdamW(one.parameters(), lr=0.1).step()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full(p), q.detach())
+
+
+@on_threads(2)
+def test_a_parameter_of_another_shape_is_named(rank: int, world: int) -> None:
+    model = fully_shard(layers())
+    model[1].weight = nn.Parameter(placed_as(model[1].weight, torch.ones(16, 8)))
+    with pytest.raises(ValueError, match=r"'1.weight' of shape \(8, 8\) was replaced by one of shape \(16, 8\) after fully_shard"):
+        model(torch.ones(2, 8))

@@ -24,6 +24,7 @@ from vescale_ray.compat.core import (
 )
 from vescale_ray.compat.tensor import DTensorSpec, distribute_tensors
 from vescale_ray.dtensor.arguments import placement_list
+from vescale_ray.dtensor.operations.schema import parameter_name
 from vescale_ray.dtensor.redistribution import move, plain_spec, start
 from vescale_ray.dtensor.spec import make_spec, ragged_mesh_dim, replicated, settled_placements, wrap
 from vescale_ray.dtensor.transfer import ArrivingTensor, arrived
@@ -188,8 +189,9 @@ class RaggedAwareDTensor(DTensor):
 
     def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
         """Raise an error, since the local tensor owns the memory. Exports to arrays call this method, and safetensors calls ``storage``."""
+        what = f"a {type(self).__name__} of shape {tuple(self.shape)}" if (name := parameter_name(self)) is None else f"parameter {name!r}"
         raise RuntimeError(
-            f"a {type(self).__name__} of shape {tuple(self.shape)} has no memory of its own to export or save: use its to_local(), or "
+            f"{what} has no memory of its own to export or save, since it is sharded: use its to_local(), or "
             f"full_tensor(), taken on every rank (of a model: get_model_state_dict() of vescale_ray.state_dict with full_state_dict=True; "
             f"for a save_pretrained() without state_dict, load these into a model that is not sharded); load_state_dict() on every rank "
             f"loads whole tensors into a sharded module"

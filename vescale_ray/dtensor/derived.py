@@ -17,11 +17,11 @@ from vescale_ray.dtensor.autograd import Classes, RaggedAwareDTensor, whole_of
 from vescale_ray.dtensor.operations.argument_tensors import each, each_argument, tensor_arguments, tensors_in
 from vescale_ray.dtensor.operations.schema import (
     different_meshes,
-    outside_forward,
     plain_is_whole,
     plain_meets,
     refuse_leaf,
     schema_facts,
+    with_parameter,
     written,
 )
 from vescale_ray.dtensor.operations.whole import held_whole, is_dtensor, on_local, refuse_new_shape, reshape_in_place, write_local
@@ -56,7 +56,7 @@ class GatheredView(RaggedAwareDTensor):
                 value.check(func)
                 sources += value._sources
                 mesh = value.device_mesh
-        args, kwargs = _beside(func, "a gathered copy of a ragged tensor", mesh, args, kwargs or {}, sources)
+        args, kwargs = _beside(func, "a gathered copy of a ragged tensor", mesh, args, kwargs or {}, () if targets else sources)
         result = func(*args, **kwargs)
         return read_only(result, sources) if is_view else each(_derived, result)
 
@@ -89,7 +89,7 @@ class GatheredView(RaggedAwareDTensor):
         self.check(func)
         local = self._local_tensor
         if func is not torch.ops.aten.copy_.default:
-            args = [self, *_beside(func, "a gathered copy of a ragged tensor", self.device_mesh, args[1:], {})[0]]
+            args = [self, *_beside(func, "a gathered copy of a ragged tensor", self.device_mesh, args[1:], {}, self._sources)[0]]
         args, kwargs = each_argument(lambda v: local if v is self else _whole(v) if isinstance(v, DTensor) else v, args, kwargs)
         func(*args, **kwargs)
         self._sources[0].take_back(self, local)
@@ -381,7 +381,7 @@ def _beside(func: Any, what: str, mesh: DeviceMesh, args: Any, kwargs: Any, sour
             return value
         if value.numel() == 1 or plain_is_whole():
             return DTensor.from_local(value, mesh, replicated(mesh), run_check=False)
-        raise outside_forward(func, [source.tensor for source in sources]) or plain_meets(func, value, what)
+        raise with_parameter(func, [source.tensor for source in sources], plain_meets(func, value, what))
 
     return each_argument(convert, args, kwargs)
 

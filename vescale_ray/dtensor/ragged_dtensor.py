@@ -28,9 +28,8 @@ from vescale_ray.compat.tensor import DTensorSpec, NormPartial
 from vescale_ray.dtensor.arguments import check_saved_part, checked_spec, compare_with_others, placement_list, whole_shape
 from vescale_ray.dtensor.autograd import Classes, FromLocal, RaggedAwareDTensor, redistributed
 from vescale_ray.dtensor.derived import TENSOR_DATA, formatted, unpickled_derived
-from vescale_ray.dtensor.operations.argument_tensors import tensors_in
 from vescale_ray.dtensor.operations.ops import RaggedFallbackWarning, dispatch, wrap
-from vescale_ray.dtensor.operations.schema import PlainOperandError, outside_forward
+from vescale_ray.dtensor.operations.schema import PlainOperandError, called, with_parameter
 from vescale_ray.dtensor.placement import RaggedShard
 from vescale_ray.dtensor.spec import make_spec, ragged_mesh_dim, sharding_of
 from vescale_ray.dtensor.transfer import arrived, take
@@ -130,7 +129,7 @@ class RaggedDTensor(RaggedAwareDTensor):
         try:
             return dispatch(RaggedDTensor, func, args, kwargs or {})
         except PlainOperandError as error:
-            raise outside_forward(func, tensors_in((args, kwargs))) or error from None
+            raise with_parameter(func, args, error) from None
 
     def __repr__(self) -> str:  # type: ignore[override]
         sharding = sharding_of(self._spec)
@@ -153,8 +152,8 @@ class RaggedDTensor(RaggedAwareDTensor):
             value = redistribute(cast(DTensor, value.detach()), self.placements)  # as vector_to_parameters() assigns
         if not isinstance(value, RaggedDTensor) or not sharding_of(value._spec).same_layout(sharding_of(self._spec)):
             raise ValueError(
-                f"can't set .data of {sharding_of(self._spec).describe()} to {_describe(value)}: give a DTensor of its "
-                "shape, such as vescale_ray.distribute_tensor(whole, p.device_mesh, p.placements), or write with copy_()"
+                f"can't set .data of {called(self)} to {_describe(value)}: give a DTensor of its shape, "
+                "such as vescale_ray.distribute_tensor(whole, p.device_mesh, p.placements), or write with copy_()"
             )
         TENSOR_DATA.__set__(self, value)
         self._local_tensor, self._spec = value._local_tensor, value._spec
@@ -358,9 +357,7 @@ def _refuse_muon(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         return
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if isinstance(p, RaggedDTensor):
-            raise RuntimeError(
-                f"torch.optim.Muon needs whole matrices, but has {sharding_of(p._spec).describe()}: use vescale_ray.optim.Muon for it"
-            )
+            raise RuntimeError(f"torch.optim.Muon needs whole matrices, but has {called(p)}: use vescale_ray.optim.Muon for it")
 
 
 # Written into the dictionary: register_optimizer_step_pre_hook would change a counter on a class of torch.

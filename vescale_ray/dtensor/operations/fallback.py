@@ -20,6 +20,8 @@ from vescale_ray.dtensor.operations.argument_tensors import each, each_argument,
 from vescale_ray.dtensor.operations.operands import gathered
 from vescale_ray.dtensor.operations.schema import (
     HIDDEN_WRITES,
+    PlainOperandError,
+    called,
     different_meshes,
     lazy_conjugation,
     plain_is_whole,
@@ -67,15 +69,14 @@ def fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[
         for item in target if isinstance(target, list | tuple) else (target,):
             if isinstance(item, cls):
                 raise RuntimeError(
-                    f"{func} would write to {sharding_of(item._spec).describe()}, which it can't do part by part: "
-                    "change its full_tensor() on all ranks alike and write that back with copy_(), or work on to_local()"
+                    f"{called(item)} can't be written part by part, as {func} would do: change its full_tensor() on all ranks alike "
+                    "and write that back with copy_() under torch.no_grad(), or work on to_local(); prune a module before fully_shard"
                 )
             if isinstance(item, Tensor) and not isinstance(item, DTensor):
                 raise plain_target(func, item)
     if os.environ.get("VE_RAGGED_STRICT", "0") not in ("", "0"):
-        described = sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()
         raise RuntimeError(
-            f"{func} has no ragged form and VE_RAGGED_STRICT is set: gathering {described} is refused; "
+            f"{func} has no ragged form and VE_RAGGED_STRICT is set: gathering {called(_first_ragged(cls, args, kwargs))} is refused; "
             "call full_tensor() where that is meant, or work on to_local()"
         )
     # The text names only the operation, so that Python's filter shows it once.
@@ -151,12 +152,12 @@ def take_first_ranks(local: Tensor, mesh: DeviceMesh, dims: Iterable[int]) -> No
                 work.wait()
 
 
-def plain_target(func: Any, target: Any) -> ValueError:
-    return ValueError(
+def plain_target(func: Any, target: Any) -> PlainOperandError:
+    return PlainOperandError(
         f"{func} would write a ragged tensor into a plain tensor of shape {tuple(target.shape)}: "
         "use full_tensor() for the whole or to_local() for this rank's part, or, if a module is to be changed (other embeddings), do that "
         "before fully_shard; if it is an optimizer's state, load it with vescale_ray.state_dict.set_optimizer_state_dict and "
-        "full_state_dict=True"
+        "full_state_dict=True, or, if the optimizer has made it, use one of torch.optim or vescale_ray.optim"
     )
 
 

@@ -32,7 +32,7 @@ from vescale_ray.dtensor.operations.fallback import Cls, Handler, RaggedFallback
 from vescale_ray.dtensor.operations.operands import broadcasts, gathered, operand, spread
 from vescale_ray.dtensor.operations.pending import any_pending, on_pending
 from vescale_ray.dtensor.operations.reduce import REDUCTIONS, allclose, amp_unscale, equal, foreach_max, foreach_norm, reduce_op, scalar
-from vescale_ray.dtensor.operations.schema import schema_facts, written
+from vescale_ray.dtensor.operations.schema import SHARDED_OF, called, schema_facts, written
 from vescale_ray.dtensor.operations.views import random_in_place, random_like, reinterpret, reshape
 from vescale_ray.dtensor.redistribution import move, plain_spec
 from vescale_ray.dtensor.spec import LocalSharding, contiguous_stride, replicated, sharding_of, wrap
@@ -148,7 +148,7 @@ def _pointwise(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
             raise plain_target(func, next(t for t in targets if not isinstance(t, cls)))
         sharding = sharding_of(targets[0]._spec)
         if shape != sharding.shape:
-            raise ValueError(f"{name}: operands broadcast to {tuple(shape)}, which can't be written into {sharding.describe()}")
+            raise ValueError(f"{name}: operands broadcast to {tuple(shape)}, which can't be written into {called(targets[0])}")
         if not all(sharding_of(t._spec).same_layout(sharding) for t in targets):
             raise ValueError(f"{name}: the tensors to write have different layouts: redistribute them first")
     else:
@@ -348,7 +348,10 @@ def _local_unary(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any
     if kwargs:
         kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
     if func in _SAME_TENSOR:
-        return wrap(cls, x._local_tensor, x._spec)  # an alias made below the dispatcher would count its writes separately
+        same = wrap(cls, x._local_tensor, x._spec)  # an alias made below the dispatcher would count its writes separately
+        if SHARDED_OF in x.__dict__:
+            same.__dict__[SHARDED_OF] = x.__dict__[SHARDED_OF]  # errors of parameter.data name the parameter
+        return same
     return wrap(cls, func(x._local_tensor, *args[1:], **kwargs), x._spec)
 
 
@@ -390,7 +393,7 @@ def _copy(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         local = spread(source, sharding)
     else:
         raise ValueError(
-            f"copy_: a plain tensor of shape {tuple(source.shape)} into {sharding.describe()}: give the whole tensor; "
+            f"copy_: a plain tensor of shape {tuple(source.shape)} into {called(target)}: give the whole tensor; "
             f"for this rank's part {sharding.local_shape} use to_local().copy_() under torch.no_grad()"
         )
     func(target._local_tensor, local, *args[2:], **kwargs)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.distributed.tensor import DTensor
 
 from vescale_ray.compat.core import (
     NO_CONTEXT,
@@ -20,11 +21,13 @@ from vescale_ray.compat.core import (
     dispatch_tls_local_include_set,
 )
 from vescale_ray.compat.tensor import allows_implicit_replication
+from vescale_ray.dtensor.operations.argument_tensors import tensors_in
+from vescale_ray.dtensor.spec import sharding_of
 
 GATHERED_OF = "_vescale_gathered_of"
 """Attribute of gathered parameters of ``fully_shard``: a mark, whose first item refers to an object with the parameter's name, ``fqn``."""
 SHARDED_OF = "_vescale_sharded_of"
-"""Attribute of sharded parameters of ``fully_shard``, with such a mark."""
+"""Attribute of sharded parameters of ``fully_shard`` and of their ``.data``, with such a mark."""
 
 # These write running statistics, which their schema does not declare.
 HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm", "_batch_norm_impl_index"})
@@ -102,7 +105,8 @@ def plain_meets(op: Any, value: Tensor, what: str) -> PlainOperandError:
     return PlainOperandError(
         f"{op}: a plain tensor of shape {tuple(value.shape)} meets {what}: distribute it first (vescale_ray.distribute_tensor for a whole "
         "tensor, RaggedDTensor.from_local for this rank's part), or call full_tensor() on the other operand; parameters of a sharded "
-        "module are whole in its forward, in methods given to register_fsdp_forward_method(), or after its unshard()"
+        "module are whole in its forward, in methods given to register_fsdp_forward_method(), or after its unshard(); change a module "
+        "(pruning, other embeddings) before fully_shard"
     )
 
 
@@ -110,20 +114,40 @@ class PlainOperandError(ValueError):
     """A plain tensor among distributed operands."""
 
 
-def outside_forward(op: Any, values: Iterable[Any]) -> ValueError | None:
-    """Return the error for a sharded parameter of ``fully_shard`` that meets a plain tensor among the operands ``values``.
+def parameter_name(value: Tensor) -> str | None:
+    """Return the name of the sharded parameter of ``fully_shard`` that ``value`` is, or is a view of."""
+    marks = (getattr(one, SHARDED_OF, None) for one in (value, value._base))
+    return next((parameter.fqn for mark in marks if mark and (parameter := mark[0]()) is not None), None)
 
-    None if there is none, if ``op`` writes, as an optimizer's step does, or if the plain tensor is a gathered parameter."""
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    marks = (getattr(one, SHARDED_OF, None) for tensor in tensors for one in (tensor, tensor._base))
-    name = next((parameter.fqn for mark in marks if mark and (parameter := mark[0]()) is not None), None)
-    if name is None or op._schema.is_mutable or any(getattr(tensor, GATHERED_OF, None) for tensor in tensors):
-        return None
+
+def called(value: DTensor) -> str:
+    """Return the words for a ragged tensor in an error. A sharded parameter of ``fully_shard`` has its name there, too."""
+    name, words = parameter_name(value), sharding_of(value._spec).describe()
+    return words if name is None else f"parameter {name!r} ({words})"
+
+
+def with_parameter(op: Any, args: Sequence[Any], error: PlainOperandError) -> ValueError:
+    """Return ``error`` with the name of the sharded parameter of ``fully_shard`` that meets the plain tensor, if one does."""
+    lists = [value for value in args if isinstance(value, list | tuple) and value]
+    met = (one for one in zip(*lists, strict=False) if any(isinstance(v, Tensor) and not isinstance(v, DTensor) and v.ndim for v in one))
+    tensors = tensors_in(next(met, args) if len(lists) > 1 else args)
+    name = next(filter(None, map(parameter_name, tensors)), None)
+    if name is None or any(getattr(tensor, GATHERED_OF, None) for tensor in tensors):
+        return error
+    if op._schema.is_mutable and parameter_name(tensors[0]) is None:
+        return PlainOperandError(f"parameter {name!r}: {error}")
+    if op._schema.is_mutable:
+        return ValueError(
+            f"parameter {name!r} is sharded, and {op} would write to it from a plain tensor: give that to vescale_ray.distribute_tensor(), "
+            "or change the parameter's full_tensor() on all ranks alike and write it back with copy_() under torch.no_grad(). In a step of "
+            "an optimizer it is a gradient or a state (set_optimizer_state_dict of vescale_ray.state_dict loads whole states)"
+        )
     return ValueError(
-        f"{op}: parameter {name!r} is sharded, since this is not the forward of its fully_shard unit, and it meets a plain tensor: call "
-        "the module itself instead of its forward(), give a method that uses the parameter to register_fsdp_forward_method(), or call "
-        "unshard() before. To compute with the sharded parameter, give the other tensor to vescale_ray.distribute_tensor(), or use the "
-        "parameter's full_tensor()"
+        f"parameter {name!r} is sharded, since this is not the forward of its fully_shard unit, and {op} gets a plain tensor, too: call "
+        "the module itself instead of its forward(), leave the parameter to the unit of the module that uses it, give a method that uses "
+        "it to register_fsdp_forward_method(), or call unshard() before. To compute with the sharded parameter, give the other tensor to "
+        "vescale_ray.distribute_tensor(), or use the parameter's full_tensor(). Change a module (pruning, parametrizations) before "
+        "fully_shard"
     )
 
 

@@ -171,7 +171,7 @@ def _build(
     _warn_of_gradients(sources)
     for source in sources:
         # The model no longer uses the original. The mark lets optimizers and tied modules that still hold it raise a clear error.
-        source.param.__dict__[REPLACED] = True
+        source.param.__dict__[REPLACED] = source.name
         if source.param.requires_grad:
             source.param.register_post_accumulate_grad_hook(functools.partial(_refuse_gradient, source.name))
 

@@ -181,7 +181,7 @@ class Gradients(GradientSettings):
             raise RuntimeError(f"{self.params[index].fqn!r} has a sparse gradient: build the embedding with sparse=False")
         parallel = self.params[index].parallel
         if parallel is not None:
-            grad = parallel.local_gradient(grad)
+            grad = parallel.local_gradient(grad, self.params[index].fqn)
         flat, claim = self._begin(), self._claims.get(index)
         if not self.contributes:
             # Write zeros: zero times the gradient of a stand-in batch would keep NaN and infinity.

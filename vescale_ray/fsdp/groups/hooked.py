@@ -247,7 +247,7 @@ class HookedGroup(ParameterGroup):
             if current.shape != param.spec.shape or current.placements != param.spec.placements:
                 raise ValueError(
                     f"parameter {param.fqn!r} of shape {tuple(param.shape)} and {param.placement} was replaced by one of shape "
-                    f"{tuple(current.shape)} and {current.placements}"
+                    f"{tuple(current.shape)} and {current.placements} after fully_shard: replace it before"
                 )
             current._local_tensor = self._pad(local_of(current), param.shape)
             param.replace(current)  # type: ignore[arg-type]

@@ -128,7 +128,10 @@ class MasterShard:
     def _part_of(self, param: GroupParam, new: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the value that replaced a parameter, for any placement of that value."""
         if new.shape != param.spec.shape:
-            raise ValueError(f"parameter {param.fqn!r} of shape {tuple(param.spec.shape)} was replaced by one of shape {tuple(new.shape)}")
+            raise ValueError(
+                f"parameter {param.fqn!r} of shape {tuple(param.spec.shape)} was replaced by one of shape {tuple(new.shape)} after "
+                f"fully_shard: replace it before"
+            )
         if isinstance(new, DTensor) and new.placements == param.spec.placements:
             return local_of(new).view(self.division.local_shape(param.name))
         whole = new.full_tensor() if isinstance(new, DTensor) else new

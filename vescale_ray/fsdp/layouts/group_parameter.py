@@ -35,7 +35,7 @@ Owner = tuple["weakref.ref[nn.Module]", str]
 
 
 REPLACED = "_vescale_replaced"
-"""Attribute of parameters that a sharded parameter has replaced in the model."""
+"""Attribute of parameters that a sharded parameter has replaced in the model: their name."""
 SUMMED_OVER = "_vescale_summed_over"
 """Attribute of parameters under expert parallelism: the number of ranks whose losses a local gradient sums up."""
 SINK = "_vescale_sink"
@@ -117,10 +117,10 @@ class Parallel:
         cut = [type(p) is Shard and p.dim % len(self.spec.shape) == dim for p in self.spec.placements]
         return math.prod(size for size, here in zip(self.spec.mesh.shape, cut, strict=True) if here)
 
-    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+    def local_gradient(self, grad: torch.Tensor, fqn: str) -> torch.Tensor:
         """Return this rank's part of a gradient in the parameter's placements; sums over data-parallel dimensions stay pending."""
         if not isinstance(grad, DTensor):
-            raise TypeError(f"the gradient of a DTensor parameter is a {type(grad).__name__}, not a DTensor")
+            raise TypeError(f"parameter {fqn!r} is a DTensor, and a backward gave it a {type(grad).__name__}: return a DTensor from it")
         wanted = tuple(g if i in self.data_dims else p for i, (g, p) in enumerate(zip(grad.placements, self.spec.placements, strict=True)))
         local = local_of(grad if grad.placements == wanted else grad.redistribute(placements=wanted))
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
@@ -269,7 +269,7 @@ class GroupParam:
     def replace(self, sharded: nn.Parameter) -> None:
         """Use ``sharded`` as the sharded parameter, and mark the previous one as replaced."""
         if sharded is not self.sharded:
-            self.sharded.__dict__[REPLACED], self.sharers = True, ()
+            self.sharded.__dict__[REPLACED], self.sharers = self.fqn, ()
             sharded.__dict__.pop(REPLACED, None)
             sharded.__dict__[SHARDED_OF] = PrivateMark((weakref.ref(self),))
             self.sharded = sharded

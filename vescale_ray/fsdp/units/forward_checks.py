@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_ray.compat.core import global_optimizer_pre_hooks
 from vescale_ray.compat.fsdp import REGISTRY_KEY
+from vescale_ray.dtensor.operations.schema import parameter_name
 from vescale_ray.fsdp.layouts.group_parameter import REPLACED, GroupParam, gathered_of, local_of
 from vescale_ray.fsdp.layouts.phases import Residency
 from vescale_ray.fsdp.layouts.shared_memory import sharded_in
@@ -203,11 +204,18 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
     Raises:
         RuntimeError: it holds a gathered parameter, or one that a sharded parameter has replaced. Its steps would be lost.
+        ValueError: it is one of torch's, which can't step a sharded parameter whose gradient is a plain tensor.
     """
     if torch.compiler.is_compiling():
         return
+    torchs = type(optimizer).__module__.startswith("torch.optim")
     for group in optimizer.param_groups:
         for held in group.get("params", ()):
+            if torchs and held.grad is not None and not isinstance(held.grad, DTensor) and (fqn := parameter_name(held)):
+                raise ValueError(
+                    f"the gradient of parameter {fqn!r} is a plain tensor of shape {tuple(held.grad.shape)}, but the parameter is sharded: "
+                    f"set it to vescale_ray.distribute_tensor(gradient, parameter.device_mesh, parameter.placements)"
+                )
             param = gathered_of(held)
             if param is not None:
                 raise RuntimeError(
@@ -216,8 +224,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 )
             if REPLACED in held.__dict__:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(held.shape)} that a sharded one has replaced, so its "
-                    f"step would be lost: build the optimizer after fully_shard and load_state_dict(assign=True), from model.parameters()"
+                    f"{type(optimizer).__name__} holds the original of parameter {held.__dict__[REPLACED]!r} of shape {tuple(held.shape)}, "
+                    f"which a sharded one has replaced, so its step would be lost: build the optimizer after fully_shard and "
+                    f"load_state_dict(assign=True), from model.parameters()"
                 )
 
 
