@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.utils import prune
 
 import vescale_ray
@@ -185,6 +186,10 @@ def test_a_step_with_a_plain_gradient_names_the_parameter(rank: int, world: int)
     model[1].weight.grad = placed_as(model[1].weight, gradient)
     for one in (model, alone):
         torch.optim.AdamW(one.parameters(), lr=0.1).step()
+    model[1].weight.grad = gradient
+    with implicit_replication():
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(full(p), q.detach())
 

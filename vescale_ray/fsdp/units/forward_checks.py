@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_ray.compat.core import global_optimizer_pre_hooks
 from vescale_ray.compat.fsdp import REGISTRY_KEY
-from vescale_ray.dtensor.operations.schema import parameter_name
+from vescale_ray.dtensor.operations.schema import parameter_name, plain_is_whole
 from vescale_ray.fsdp.layouts.group_parameter import REPLACED, GroupParam, gathered_of, local_of
 from vescale_ray.fsdp.layouts.phases import Residency
 from vescale_ray.fsdp.layouts.shared_memory import sharded_in
@@ -208,7 +208,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    torchs = type(optimizer).__module__.startswith("torch.optim")
+    torchs = type(optimizer).__module__.startswith("torch.optim") and not plain_is_whole()
     for group in optimizer.param_groups:
         for held in group.get("params", ()):
             if torchs and held.grad is not None and not isinstance(held.grad, DTensor) and (fqn := parameter_name(held)):
