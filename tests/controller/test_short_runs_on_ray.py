@@ -192,7 +192,7 @@ def test_prepared_files_are_inspected_kept_and_trained_on(tmp_path: Path, capsys
         file.write('{"text": 5}\n')
     assert main([*command[:-6], "--out", str(tmp_path / "new"), "--shards", "2"]) == 2
     error = capsys.readouterr().err
-    assert error == f"vescale-ray: --column = text: {tmp_path}/3.jsonl: line 76: the field is not text, but int\n"
+    assert error == f"vescale-ray: --column = text: {tmp_path}/3.jsonl: line 76: the field is not text, but int; name one that holds text\n"
     assert main([*command, "--shards", "2"]) == 2
     assert f"--out {tmp_path}/out: was begun with SOURCE = " in capsys.readouterr().err
     # A storage that does not answer is no bad input.

@@ -104,7 +104,10 @@ def test_folders_without_a_trainable_model_are_refused(tmp_path: Path, llama: Pa
     (tmp_path / "empty").mkdir()
     assert "has no config.json" in refused(tmp_path / "empty", tmp_path)
     edit(llama, model_type="no-such")
-    assert "refuses its config.json" in refused(llama, tmp_path)
+    assert refused(llama, tmp_path) == (
+        f"model.hf = {llama}: transformers {transformers.__version__} knows no model_type = no-such; correct its config.json, or update "
+        "transformers"
+    )
     edit(llama, model_type="vit")
     assert "vit is not a causal language model of transformers" in refused(llama, tmp_path)
     edit(llama, model_type="llama", quantization_config={"quant_method": "mxfp4"})

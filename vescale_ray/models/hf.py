@@ -131,7 +131,10 @@ def open_folder(path: str | os.PathLike[str], key: str = "model.hf") -> HfFolder
     except Exception as error:
         if "auto_map" in given:
             raise BadInput(f"{where}: {given['model_type']} needs the code in its folder (auto_map); build it in a model.factory") from None
-        raise BadInput(f"{where}: transformers {transformers.__version__} refuses its {CONFIG}: {explain(error, file)}") from None
+        kind, version = given["model_type"], f"transformers {transformers.__version__}"
+        if kind not in transformers.CONFIG_MAPPING:
+            raise BadInput(f"{where}: {version} knows no model_type = {kind}; correct its {CONFIG}, or update transformers") from None
+        raise BadInput(f"{where}: {version} refuses its {CONFIG}: {explain(error, file)}") from None
     if (wrong := below_one(config.get_text_config())) is not None:
         raise BadInput(f"{where}: its {CONFIG} has {wrong}")
     if hasattr(config, fp8_folder.KEY):  # it says how files hold the weights; the model's parameters are not quantized

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from vescale_ray.data.order.stream import Ids
-from vescale_ray.data.sources.files import MOST_TEXTS, DamagedData, DataFile, gone, reason_of
+from vescale_ray.data.sources.files import AGAIN, MOST_TEXTS, DamagedData, DataFile, gone, reason_of
 from vescale_ray.data.text.encoders import BadDocument, Encoder, IdEncoder, Tokens, plain
 from vescale_ray.errors import BadInput
 
@@ -134,7 +134,7 @@ def guarded(file: DataFile, work: Callable[[], Any], what: str) -> Any:
         if isinstance(error, OSError) and (error.errno is not None or str(error).startswith(file.url)):
             raise  # the second kind is DataFile.read's
         said = f"{what} is damaged or truncated ({reason_of(error)})"
-        raise DamagedData(f"{file.url}: {said}; write or download the file again") from None
+        raise DamagedData(f"{file.url}: {said}; {AGAIN}") from None
 
 
 def column_of(file: DataFile, schema: pa.Schema, column: str) -> pa.Field:
@@ -345,8 +345,9 @@ class JsonLinesFile(LinesFile):
             raise BadInput(f"data.column = {self._column}: {self.file.url}: line {number} has no such field; it has {fields}{chat}")
         text = record[self._column]
         if not isinstance(text, str | None):
-            kind = "list; write token ids as Parquet, .npy or .bin" if isinstance(text, list) else type(text).__name__
-            raise BadInput(f"data.column = {self._column}: {self.file.url}: line {number}: the field is not text, but {kind}")
+            remedy = "write token ids as Parquet, .npy or .bin" if isinstance(text, list) else "name one that holds text"
+            what = f"the field is not text, but {type(text).__name__}; {remedy}"
+            raise BadInput(f"data.column = {self._column}: {self.file.url}: line {number}: {what}")
         return text
 
     def _record(self, line: bytes, number: int) -> dict[str, Any]:

@@ -30,6 +30,8 @@ _EDGE = 1 << 16
 _GLOB = frozenset("*?[")
 MOST_TEXTS = 20
 """Errors that are told of a data set. More are counted only."""
+AGAIN = "write or download the file again"
+"""Remedy for a damaged file."""
 
 
 class DamagedData(BadInput):
@@ -138,7 +140,7 @@ class DataFile:
             raise OSError(f"{self.url}: bytes {start} to {end} can't be read ({reason_of(error)})") from error
         if len(data) != end - start:
             raise DamagedData(
-                f"{self.url}: only {len(data)} of {end - start} bytes could be read from byte {start} on; the file is truncated"
+                f"{self.url}: only {len(data)} of {end - start} bytes could be read from byte {start} on; the file is truncated; {AGAIN}"
             )
         return data
 

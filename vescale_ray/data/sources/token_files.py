@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vescale_ray.data.order.stream import Ids
-from vescale_ray.data.sources.files import DamagedData, DataFile, reason_of
+from vescale_ray.data.sources.files import AGAIN, DamagedData, DataFile, reason_of
 from vescale_ray.data.text.encoders import BadDocument, Tokens, check_ids
 from vescale_ray.errors import BadInput
 
@@ -132,12 +132,12 @@ def open_bin(file: DataFile, dtype: str, step: int, vocab: int) -> FlatFile:
     if len(header) == 256 and int(header[0]) in _LLM_C:
         told, length = np.dtype(_LLM_C[int(header[0])]).newbyteorder("<"), int(header[2])
         if not 0 < length <= (file.size - 1024) // told.itemsize:
-            raise DamagedData(f"{file.url} is truncated: its header tells {length} tokens, and {file.size - 1024} bytes follow")
+            raise DamagedData(f"{file.url} is truncated: its header tells {length} tokens, and {file.size - 1024} bytes follow; {AGAIN}")
         return FlatFile(file, told, 1024, length, step, vocab)
     itemsize = np.dtype(dtype).itemsize
     if file.size % itemsize:
         said = f"{file.size} bytes are not a multiple of {itemsize}, the size of data.dtype = {dtype}"
-        raise DamagedData(f"{file.url}: {said}; it is truncated")
+        raise DamagedData(f"{file.url}: {said}; it is truncated or of another type: {AGAIN}, or set data.dtype")
     head = file.read(0, min(_HEADER, file.size // 8 * 8))
     words = np.frombuffer(head, "<u4")
     if len(words) >= 64 and not words[1::2].any() and np.count_nonzero(words[::2]) > len(words) // 4:
@@ -163,12 +163,12 @@ def open_npy(file: DataFile, step: int, vocab: int) -> FlatFile:
         if min(shape, default=0) < 0:
             raise ValueError(f"its shape is {shape}")
     except Exception as error:  # a damaged header can fail in any step of numpy's parser
-        raise DamagedData(f"{file.url} is damaged or not a .npy file ({reason_of(error)})") from None
+        raise DamagedData(f"{file.url} is damaged or not a .npy file ({reason_of(error)}); {AGAIN}") from None
     by_column = in_columns and len(shape) > 1
     if dtype.kind not in "iu" or dtype.byteorder == ">" or len(shape) not in (1, 2) or by_column:
         form = f"{'column-major ' if by_column else ''}{len(shape)}-D array of {dtype.str}"
         raise BadInput(f"{file.url} holds a {form}; give a 1-D or row-major 2-D array of little-endian integers")
     length, begin = math.prod(shape), head.tell()
     if file.size < begin + length * dtype.itemsize:
-        raise DamagedData(f"{file.url} is truncated: {file.size} bytes of {begin + length * dtype.itemsize}")
+        raise DamagedData(f"{file.url} is truncated: {file.size} bytes of {begin + length * dtype.itemsize}; {AGAIN}")
     return FlatFile(file, dtype, begin, length, step, vocab, shape[1] if len(shape) == 2 else 1)

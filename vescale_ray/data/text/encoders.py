@@ -214,7 +214,8 @@ def load_tokenizer(path: str) -> tuple[Any, str]:
     try:
         made = Tokenizer.from_str(content.decode())
     except Exception as error:
-        raise BadInput(f"data.tokenizer = {path}: is not a tokenizer.json ({' '.join(str(error).split())[:200]})") from None
+        told = " ".join(str(error).split())[:200]
+        raise BadInput(f"data.tokenizer = {path}: is not a tokenizer.json ({told}); give one that the package tokenizers wrote") from None
     made.no_truncation()
     made.no_padding()
     if getattr(made.model, "dropout", None):
