@@ -289,7 +289,7 @@ REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
         {"template": "{{ strftime_now(form) }}" + CHATML},
         "chat template chooses the form of the date",
     ),
-    "half a character": ([{"prompt": "a", "completion": "\ud83d"}], {}, "row 1: data.tokenizer can't encode it"),
+    "half a character": ([{"prompt": "a", "completion": "\ud83d"}], {}, r"line 1: '\\ud83d' alone is not a character; remove it"),
     "a strange role": (
         [{"messages": [*said("judge: a"), *TALK]}],
         {},

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.data.chats import write_folder, write_rows
 from tests.data.slow_files import slow_files
 from tests.data.sources import (
     VOCAB,
@@ -105,6 +106,24 @@ def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
     assert samples(made) == windows_of([ended(as_bytes(texts), 0)], 1 << 30, 8)
     assert (made.describe()["documents"], made.describe()["skipped_records"]) == (90, 3)
     assert [next(n for n in (4, 5, 6) if f"line {n}" in error) for error in take_errors(made)] == [4, 5, 6]
+
+
+def test_text_that_is_not_unicode_is_left_out(tmp_path: Path) -> None:
+    write_folder(tmp_path / "model")
+    tokenizer = {"tokenizer": str(tmp_path / "model" / "tokenizer.json"), "vocab": None, "damaged": "skip"}
+    for name, content in (("a.txt", b"some words " * 50), ("b.txt", b"some w\xf6rds " * 50)):
+        (tmp_path / name).write_bytes(content)
+    parts = [pa.array([b"some words"] * 9, pa.binary()), pa.array([b"w\xf6rds"], pa.binary())]
+    rows = [{"prompt": "a", "completion": "some words " * 9}, {"prompt": "a", "completion": "half \ud83d"}]
+    for corpus, files, records, place in (
+        (str(tmp_path / "*.txt"), 1, 0, "b.txt: row 0: is not UTF-8"),
+        ([str(write_parquet(tmp_path / f"{n}.parquet", one)) for n, one in enumerate(parts)], 1, 0, "1.parquet: row 0: is not UTF-8"),
+        (write_rows(tmp_path / "c.jsonl", rows), 0, 1, "c.jsonl: line 2: '\\ud83d' alone is not a character"),
+    ):
+        made = dataset(corpus, format="chat" if records else "auto", **tokenizer)
+        assert (made.describe()["skipped_files"], made.describe()["skipped_records"]) == (files, records)
+        (error,) = take_errors(made)
+        assert place in error
 
 
 def test_lines_damaged_later_have_no_targets_and_move_no_sample(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class _ChatFile(DocumentFile):
             row = normalized(record)
             if row is None:
                 self.foreign_roles |= roles_of(record) - _ROLES
-            return None if row is None else json.dumps(row)
+            return None if row is None else json.dumps(row, ensure_ascii=False)
         except (TypeError, ValueError) as error:
             raise BadInput(f"{self.file.url}: {where}: {error}") from None
 

@@ -111,7 +111,8 @@ class DocumentFile(ABC):
             try:
                 encoded.append(self.encoder.encode(documents, ends=self.ends(part)))
             except BadDocument as error:
-                raise BadInput(f"{self.file.url}: row {row + error.row}: {error.reason}") from None
+                kind = DamagedData if error.is_damage else BadInput
+                raise kind(f"{self.file.url}: row {row + error.row}: {error.reason}") from None
             row += len(documents)
         tokens: Tokens = np.concatenate(encoded) if len(encoded) > 1 else encoded[0] if encoded else np.zeros(0, self.encoder.dtype)
         return tokens
@@ -130,7 +131,7 @@ def guarded(file: DataFile, work: Callable[[], Any], what: str) -> Any:
         raise
     except FileNotFoundError:
         raise gone(file.url) from None
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, UnicodeError) as error:
         if isinstance(error, OSError) and (error.errno is not None or str(error).startswith(file.url)):
             raise  # the second kind is DataFile.read's
         said = f"{what} is damaged or truncated ({reason_of(error)})"

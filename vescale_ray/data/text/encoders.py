@@ -25,11 +25,13 @@ _BATCH = 1024
 
 
 class BadDocument(Exception):
-    """A document of an array can't be used. ``row``: its index in the array; ``reason``: what is wrong, for a message."""
+    """A document of an array can't be used.
 
-    def __init__(self, row: int, reason: str) -> None:
+    ``row``: its index in the array; ``reason``: what is wrong, for a message; ``is_damage``: whether the document itself is damaged."""
+
+    def __init__(self, row: int, reason: str, *, is_damage: bool = False) -> None:
         super().__init__(row, reason)
-        self.row, self.reason = row, reason
+        self.row, self.reason, self.is_damage = row, reason, is_damage
 
 
 class Encoder(ABC):
@@ -167,7 +169,7 @@ def _texts(documents: pa.Array) -> Iterator[list[str]]:
             yield [(text or b"").decode() for text in texts]
         except UnicodeDecodeError:
             bad = next(row for row, text in enumerate(texts) if not _is_utf8(text or b""))
-            raise BadDocument(start + bad, "is not UTF-8; write it as UTF-8") from None
+            raise BadDocument(start + bad, "is not UTF-8; write it as UTF-8", is_damage=True) from None
 
 
 def _is_utf8(text: bytes) -> bool:
