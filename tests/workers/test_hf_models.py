@@ -22,6 +22,7 @@ from tests.resident import peak_growth
 from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import Run, as_numpy, evaluate, forget, form, leave, same_bits, text_of, tiny
 from vescale_ray import checkpoint
+from vescale_ray.cli import main
 from vescale_ray.config import RunConfig
 from vescale_ray.lr_schedule import lr_at
 from vescale_ray.workers.network import process_groups
@@ -72,8 +73,8 @@ def fleet() -> Iterator[Fleet]:
         yield workers
 
 
-def train_through(run: Run, changes: Mapping[int, list[int]], steps: int) -> dict[tuple[str, str], np.ndarray]:
-    """Train to the end, with other members after each step of ``changes``, and return the state."""
+def train_through(run: Run, changes: Mapping[int, list[int]], steps: int, kept: Path | None = None) -> dict[tuple[str, str], np.ndarray]:
+    """Train to the end, with other members after each step of ``changes``, and return the state, also as a checkpoint in ``kept``."""
     for step, members in changes.items():
         run.train(step, rescale=True)
         before = run.members
@@ -81,20 +82,30 @@ def train_through(run: Run, changes: Mapping[int, list[int]], steps: int) -> dic
         run.resume(before, members)
     run.train(steps)
     state = run.full_state()
+    if kept is not None:
+        save(run, kept)
     run.end()
     run.fleet.run([0, 1, 2], forget)
     return state
 
 
+def save(run: Run, kept: Path) -> None:
+    """Save a checkpoint of the current generation."""
+    votes = [checkpoint.Vote.from_json(text) for text in run.fleet.run(run.members, save_shard, str(kept), "a1").values()]
+    checkpoint.commit(kept, votes, step=len(run.losses()), epoch=run.generation, attempt="a1", world=len(run.members), meta={})
+
+
 @pytest.mark.parametrize("kind", list(hf_folders.ARCHITECTURES))
 def test_architectures_train_as_in_one_process_through_rescales(tmp_path: Path, fleet: Fleet, kind: str) -> None:
-    """Two workers, one of which is replaced: losses and weights are those of transformers in one process."""
+    """Two workers, one of which is replaced, three, and two: losses and weights are those of transformers in one process.
+
+    What ``ckpt export-hf`` writes has the logits of the sharded values."""
     folder = hf_folders.write(tmp_path / "model", kind)
     config = configured(folder, hf_folders.write_tokens(tmp_path / "tokens.npy"))
     run = Run(fleet, config)
     run.fresh([0, 1])
     first = run.full_state()
-    state = train_through(run, {2: [2, 0]}, 4)
+    state = train_through(run, {1: [2, 0], 2: [2, 0, 1], 3: [1, 2]}, 4, tmp_path / "kept")
     losses, model = plain_losses(folder, config, 4)
     from transformers import AutoModelForCausalLM
 
@@ -105,6 +116,11 @@ def test_architectures_train_as_in_one_process_through_rescales(tmp_path: Path, 
     assert len(set(losses)) == 4
     for name, parameter in model.named_parameters():
         np.testing.assert_allclose(state[name, "param"], parameter.detach().numpy(), atol=2e-5, err_msg=name)
+    assert main(["ckpt", "export-hf", str(tmp_path / "kept"), str(tmp_path / "out"), "--model", str(folder)]) == 0
+    for name, parameter in start.named_parameters():
+        parameter.data = torch.from_numpy(state[name, "param"])
+    exported, tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), torch.arange(100)[None]
+    torch.testing.assert_close(exported(tokens).logits, start(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "deepseek_v3"])
@@ -266,10 +282,9 @@ def test_checkpoints_of_adapters_hold_no_base(tmp_path: Path, fleet: Fleet) -> N
     run.fresh([0, 1])
     first = {name: value for (name, kind), value in run.full_state().items() if kind == "param"}
     run.train(3)
-    votes = [checkpoint.Vote.from_json(text) for text in fleet.run(run.members, save_shard, str(kept), "a1").values()]
+    save(run, kept)
     run.end()
     fleet.run([0, 1], forget)
-    checkpoint.commit(kept, votes, step=3, epoch=run.generation, attempt="a1", world=2, meta={})
     assert set(checkpoint.open(kept).tensors) == set(first)
     assert run.from_checkpoint([1, 2, 0], str(kept)) == 3
     run.train(6)
