@@ -110,7 +110,7 @@ def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
 
 def test_text_that_is_not_unicode_is_left_out(tmp_path: Path) -> None:
     write_folder(tmp_path / "model")
-    tokenizer = {"tokenizer": str(tmp_path / "model" / "tokenizer.json"), "vocab": None, "damaged": "skip"}
+    tokenizer: dict[str, Any] = {"tokenizer": str(tmp_path / "model" / "tokenizer.json"), "vocab": None, "damaged": "skip"}
     for name, content in (("a.txt", b"some words " * 50), ("b.txt", b"some w\xf6rds " * 50)):
         (tmp_path / name).write_bytes(content)
     parts = [pa.array([b"some words"] * 9, pa.binary()), pa.array([b"w\xf6rds"], pa.binary())]
