@@ -155,7 +155,7 @@ def test_pending_argument_joins_is_written_and_has_gradients(rank: int, world: i
 
 
 @on_processes(2)
-def test_loss_outside_the_compiled_function_reaches_ragged_parameters(rank: int, world: int) -> None:
+def test_loss_outside_a_compiled_function_reaches_parameters(rank: int, world: int) -> None:
     """The gradient of ``sum()`` is whole on every rank, and the compiled function's result is ragged."""
     mesh, a, b = init_device_mesh("cpu", (world,)), full(1), full(2)
     ours = [ragged(t, mesh).requires_grad_() for t in (a, b)]
