@@ -378,3 +378,23 @@ def kept_as_arrays(rank: int, world: int, width: int, hooked: bool) -> None:
 @pytest.mark.parametrize(("width", "hooked"), [(6, False), (300, False), (300, True)])
 def test_a_numpy_array_of_a_gathered_parameter_keeps_its_memory(width: int, hooked: bool) -> None:
     run_gloo(2, kept_as_arrays, width, hooked)
+
+
+def shared_memory(rank: int, world: int, width: int) -> None:
+    model: Any = fully_shard(nn.Linear(width, width))
+    model.unshard()
+    model.weight.data.share_memory_()
+    with pytest.raises(RuntimeError, match=r"gathered parameters were put in shared memory .*: share a clone\(\)"):
+        model.reshard()
+        model.unshard()
+    model = fully_shard(nn.Linear(width, width))
+    model.unshard()
+    shared = model.weight.detach().clone().share_memory_()
+    model.reshard()
+    model.unshard()
+    assert torch.equal(shared, model.weight.detach())
+
+
+@pytest.mark.parametrize("width", [6, 300])
+def test_gathered_parameters_in_shared_memory_are_refused(width: int) -> None:
+    run_gloo(2, shared_memory, width)

@@ -53,10 +53,19 @@ class Guard:
             self.valid = False
 
     def validate(self) -> None:
-        """Undo :meth:`invalidate`."""
+        """Undo :meth:`invalidate`.
+
+        Raises:
+            RuntimeError: torch has replaced the memory by shared memory.
+        """
         if not self.valid:
             self._storage._swap_data_ptr_(self._aside)  # type: ignore[attr-defined]
             self.valid = True
+            if self._storage.device.type == "cpu" and self._storage.is_shared():
+                raise RuntimeError(
+                    "gathered parameters were put in shared memory (by share_memory_() or a queue of torch.multiprocessing), so they can't "
+                    "be gathered again: share a clone() of a gathered parameter, or a sharded one's full_tensor(); build the model anew"
+                )
             because = None if self._because is None else self._because()
             if because is not None:
                 set_text(self._storage, because())

@@ -141,7 +141,7 @@ class Buffer:
             self._guard.invalidate()
 
     def validate(self) -> None:
-        """Undo :meth:`invalidate`."""
+        """Undo :meth:`invalidate`. Raise RuntimeError if the memory was put in shared memory."""
         if self._guard is not None:
             self._guard.validate()
 
