@@ -57,6 +57,13 @@ def test_a_model_and_its_data_are_taken_up(here: Path) -> None:
     preflight.foresee(config)
 
 
+def test_a_model_without_data_is_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = "--data is not given, so the file trains on the source text of Python's standard library; set data.corpus in it"
+    assert main(["init", "tuned", "--hf", str(hf_folders.write(here / "model", "llama"))]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == f"vescale-ray: warning: {told}"
+    assert main(["init", "first"]) == 0 and not capsys.readouterr().err
+
+
 def test_the_memory_of_the_plan_is_told_or_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = qwen(here / "Qwen3-8B")
     assert main(["init", "big", "--hf", folder, "--data", "a.jsonl", "--data", "b.jsonl", "--gpus", "8", "--out", "job.yaml"]) == 0

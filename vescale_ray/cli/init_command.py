@@ -91,7 +91,7 @@ def init(
     config = read_config(text, str(path))
     if gpus:
         text = _with_memory(text, config, hardware)
-    _warn_of_missing(corpora)
+    _warn_of_data(corpora, hf)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -100,17 +100,23 @@ def init(
     return OK
 
 
-def _warn_of_missing(corpora: tuple[str, ...]) -> None:
-    """Warn of data that this machine lacks. The workers may have it."""
+def _warn_of_data(corpora: tuple[str, ...], hf: str | None) -> None:
+    """Warn of data that is hardly meant, or that this machine lacks. The workers may have it."""
     from vescale_ray.data.sources.files import find_files
 
+    if hf is not None and not corpora:
+        _warn("--data is not given, so the file trains on the source text of Python's standard library; set data.corpus in it")
     for corpus in corpora:
         if "://" in corpus:
             continue
         try:
             find_files(corpus)
         except BadInput as error:
-            click.echo(f"vescale-ray: warning: {error}", err=True)
+            _warn(str(error))
+
+
+def _warn(text: str) -> None:
+    click.echo(f"vescale-ray: warning: {text}", err=True)
 
 
 def _check_experts(count: int, hf: str | None, workers: int) -> None:
