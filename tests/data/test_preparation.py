@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -153,7 +154,7 @@ def test_damaged_file_is_made_anew(how: str, tokenizer: Any, tmp_path: Path) -> 
     [
         ({"tokenizer": True}, "--tokenizer = tokenizer [0-9a-f]{16}, now it is tokenizer [0-9a-f]{16}"),
         ({"end_token": "7"}, "--end-token = 0, now it is 7"),
-        ({"column": "n"}, "--column = text, now it is n"),
+        ({"column": "more"}, "--column = text, now it is more"),
         ({"count": 2}, "--shards = 3, now it is 2"),
         ({"corpus": 2}, "SOURCE = "),
     ],
@@ -161,6 +162,8 @@ def test_damaged_file_is_made_anew(how: str, tokenizer: Any, tmp_path: Path) -> 
 )
 def test_other_options_on_resume_are_refused_by_name(change: dict[str, Any], option: str, tokenizer: Any, tmp_path: Path) -> None:
     sources = write("jsonl", tmp_path)
+    for path in map(Path, sources):
+        path.write_text(path.read_text().replace('"text":', '"more": "a", "text":'))
     carried_out(planned(tokenizer, sources, tmp_path / "out"))
     if "tokenizer" in change:
         tokenizer = train_tokenizer(tmp_path / "other.json", TEXTS[:3])
@@ -181,6 +184,12 @@ def test_damaged_line_is_named_by_its_number_in_the_file(tokenizer: Any, tmp_pat
     with pytest.raises(BadInput, match=f"{path}: line 251 is not JSON"):
         carried_out(planned(tokenizer, path, tmp_path / "out"))
     assert not list((tmp_path / "out").glob(".*")), "nothing but finished files is left"
+
+
+def test_a_wrong_field_is_found_before_ray_starts(tokenizer: Any, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    with pytest.raises(BadInput, match=f"data.column = words: {path}: line 1 has no such field; it has n, text"):
+        planned(tokenizer, path, tmp_path / "out", column="words")
 
 
 @pytest.mark.parametrize(
@@ -253,7 +262,8 @@ def test_url_of_an_object_store_holds_the_same_files(tokenizer: Any, tmp_path: P
 def test_default_is_one_file_for_64_mib_of_text(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(plan(keys(write("jsonl", tmp_path), vocab=None, tokenizer=tokenizer.path, end_token="<|end|>"), "out").pieces) == 1
     monkeypatch.setattr(DataFile, "edges", lambda self: b"")
-    monkeypatch.setattr("vescale_ray.data.preparation.find_files", lambda _: [DataFile(None, "x", "x", "x.jsonl", 640 << 20)])
+    system = SimpleNamespace(cat_file=lambda _, start, end: bytes(end - start))
+    monkeypatch.setattr("vescale_ray.data.preparation.find_files", lambda _: [DataFile(system, "x", "x", "x.jsonl", 640 << 20)])
     large = plan(keys("x.jsonl", vocab=None, tokenizer=tokenizer.path, end_token="<|end|>"), "out")
     assert [len(pieces) for pieces in large.pieces] == [16] * 10
     assert json.dumps(dict(large.facts))

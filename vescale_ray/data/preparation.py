@@ -214,6 +214,9 @@ def _sizes(files: Sequence[DataFile], kind: str, keys: DataSection, encoders: En
     def of(file: DataFile) -> list[int]:
         if kind == "parquet":
             return ParquetFile(file, keys.column, partial(_encoder_of, encoders, keys.column), counted=False).sizes
+        end = file.read(0, min(_STEP, file.size)).find(b"\n") if kind == "jsonl" else -1
+        if end > 0:  # find a wrong field in the first line, since Ray takes seconds to start
+            JsonLinesFile(file, keys.column, encoders.text(), (0, end)).documents(0)
         return [min(chunk, file.size - begin) for begin in range(0, file.size, chunk)]
 
     every = enumerate(in_threads(files, of))
