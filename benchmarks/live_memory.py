@@ -1,4 +1,4 @@
-"""The peak of live tensor bytes in a step on the CPU: torch's own count, plus the resident part of the buffers that ours maps itself."""
+"""The peak of live tensor bytes in a step on the CPU: torch's own count, plus the resident part of the buffers that vescale-ray maps."""
 
 from __future__ import annotations
 

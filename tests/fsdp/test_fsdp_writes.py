@@ -157,6 +157,8 @@ def test_a_write_that_can_not_be_done_names_the_parameter(rank: int, world: int)
         (r"copy_: .* into parameter '1.weight' \(a ragged tensor", lambda: weight.data.copy_(whole[:3])),
         (r"set .data of parameter '1.weight' \(a ragged tensor", lambda: setattr(weight, "data", whole)),
         (r"^parameter '1.weight': aten.lerp_.* would write .* use full_tensor\(\)", lambda: plain.data.lerp_(weight, 0.5)),
+        (r"^parameter '1.weight': aten.mul.out would write .* use full_tensor\(\)", lambda: torch.mul(weight.data, 2.0, out=whole.clone())),
+        (r"^parameter '1.weight': aten.copy_", lambda: torch._foreach_copy_([whole.clone()], [weight.data])),
         (r"^parameter '1.weight' has no memory of its own", lambda: weight.detach().numpy()),
         (r"meets .* change a module \(pruning, other embeddings\) before", lambda: prune.custom_from_mask(model[1], "weight", whole)),
     ]
@@ -189,7 +191,13 @@ def test_a_step_with_a_plain_gradient_names_the_parameter(rank: int, world: int)
     model[1].weight.grad = gradient
     with implicit_replication():
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    hooked = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooked.register_step_pre_hook(lambda *_: setattr(model[1].weight, "grad", placed_as(model[1].weight, gradient)))
+    for _ in range(2):
+        hooked.step()
+        model[1].weight.grad = gradient
+    for _ in range(3):
+        torch.optim.SGD(alone.parameters(), lr=0.1).step()
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(full(p), q.detach())
 

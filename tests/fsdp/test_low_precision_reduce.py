@@ -176,6 +176,13 @@ def test_an_exchange_takes_the_memory_that_the_plan_counts(wire: Any, monkeypatc
     assert 0.7 * told < max(rounding, sent.nbytes + summing) + sent.nbytes <= told
 
 
+@pytest.mark.parametrize("wire", ["fp8", "bfloat16"])
+@on_threads(2)
+def test_parts_without_elements_are_sums_of_none(rank: int, world: int, wire: Any) -> None:
+    out = torch.empty(0)
+    LowPrecisionReduceScatter(wire)(out, torch.empty(0), WORLD(), dist.ReduceOp.SUM)
+
+
 def test_what_cannot_be_reduced_is_refused() -> None:
     with pytest.raises(ValueError, match=r"LowPrecisionReduceScatter\('fp4'\): give 'fp8' or 'bfloat16'"):
         LowPrecisionReduceScatter("fp4")  # type: ignore[arg-type]

@@ -109,6 +109,7 @@ with private_names():
     need("torch.nn.Module", "_parameters", "_buffers", "_apply")  # parameters are exchanged in every forward, without __setattr__
     need("torch.optim.AdamW", "_init_group")  # makes an optimizer's states before its first step
     need("torch.optim.Optimizer", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")  # called in a load
+    need("torch.optim.Optimizer", "_optimizer_step_pre_hooks")  # may change gradients before a step
     need("torch.optim.Optimizer", "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")  # a checkpoint warns of them
     need("torch.ops.aten.add.Tensor", "_schema")  # an operation's name, its arguments and which of them it writes
     need("torch.cuda", "_sleep")  # a kernel of known length, for the emulated wire
@@ -133,8 +134,8 @@ def disable_dynamo(function: F) -> F:
     wrapper: Any = _disable_dynamo(function)
     wrapper._torchdynamo_disable = True
     wrapper._torchdynamo_disable_msg = (
-        "vescale_ray communicates here, outside of compiled code: leave out fullgraph=True, or compile each unit of fully_shard by itself, "
-        "layer.compile(fullgraph=True)"
+        "vescale_ray runs this outside of compiled code: leave out fullgraph=True; a unit of fully_shard without units inside can be "
+        "compiled by itself, layer.compile(fullgraph=True)"
     )
     return cast(F, wrapper)
 

@@ -70,7 +70,8 @@ def wire_bytes(numel: int, wire: str = "fp8") -> int:
 
 def exchange_bytes(numel: int, ranks: int, wire: str = "fp8") -> int:
     """Return the bytes of an exchange of gradients in low precision, in which each of ``ranks`` ranks gets the sum of ``numel`` elements:
-    what a rank sends and receives, the FP32 sum, and at most 40 bytes for each element of a chunk that is rounded."""
+    what a rank sends and receives, the FP32 sum, and at most 40 bytes for each element of a chunk that is rounded (parts of 128 elements
+    and more)."""
     return 2 * ranks * wire_bytes(numel, wire) + 4 * numel + 40 * min(GRADIENT_CHUNK, ranks * numel)
 
 

@@ -20,7 +20,7 @@ from vescale_ray.dtensor.operations.argument_tensors import each, each_argument,
 from vescale_ray.dtensor.operations.operands import gathered
 from vescale_ray.dtensor.operations.schema import (
     HIDDEN_WRITES,
-    PlainOperandError,
+    PlainTargetError,
     called,
     different_meshes,
     lazy_conjugation,
@@ -70,7 +70,7 @@ def fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[
             if isinstance(item, cls):
                 raise RuntimeError(
                     f"{called(item)} can't be written part by part, as {func} would do: change its full_tensor() on all ranks alike "
-                    "and write that back with copy_() under torch.no_grad(), or work on to_local(); prune a module before fully_shard"
+                    "and write that back with copy_() under torch.no_grad(), or work on to_local()"
                 )
             if isinstance(item, Tensor) and not isinstance(item, DTensor):
                 raise plain_target(func, item)
@@ -152,8 +152,8 @@ def take_first_ranks(local: Tensor, mesh: DeviceMesh, dims: Iterable[int]) -> No
                 work.wait()
 
 
-def plain_target(func: Any, target: Any) -> PlainOperandError:
-    return PlainOperandError(
+def plain_target(func: Any, target: Any) -> PlainTargetError:
+    return PlainTargetError(
         f"{func} would write a ragged tensor into a plain tensor of shape {tuple(target.shape)}: "
         "use full_tensor() for the whole or to_local() for this rank's part, or, if a module is to be changed (other embeddings), do that "
         "before fully_shard; if it is an optimizer's state, load it with vescale_ray.state_dict.set_optimizer_state_dict and "

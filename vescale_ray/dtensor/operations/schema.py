@@ -114,6 +114,10 @@ class PlainOperandError(ValueError):
     """A plain tensor among distributed operands."""
 
 
+class PlainTargetError(PlainOperandError):
+    """A plain tensor to which an operation on ragged tensors would write."""
+
+
 def parameter_name(value: Tensor) -> str | None:
     """Return the name of the sharded parameter of ``fully_shard`` that ``value`` is, or is a view of."""
     marks = (getattr(one, SHARDED_OF, None) for one in (value, value._base))
@@ -134,8 +138,8 @@ def with_parameter(op: Any, args: Sequence[Any], error: PlainOperandError) -> Va
     name = next(filter(None, map(parameter_name, tensors)), None)
     if name is None or any(getattr(tensor, GATHERED_OF, None) for tensor in tensors):
         return error
-    if op._schema.is_mutable and parameter_name(tensors[0]) is None:
-        return PlainOperandError(f"parameter {name!r}: {error}")
+    if isinstance(error, PlainTargetError) or (op._schema.is_mutable and parameter_name(tensors[0]) is None):
+        return ValueError(f"parameter {name!r}: {error}")
     if op._schema.is_mutable:
         return ValueError(
             f"parameter {name!r} is sharded, and {op} would write to it from a plain tensor: give that to vescale_ray.distribute_tensor(), "
@@ -144,10 +148,10 @@ def with_parameter(op: Any, args: Sequence[Any], error: PlainOperandError) -> Va
         )
     return ValueError(
         f"parameter {name!r} is sharded, since this is not the forward of its fully_shard unit, and {op} gets a plain tensor, too: call "
-        "the module itself instead of its forward(), leave the parameter to the unit of the module that uses it, give a method that uses "
-        "it to register_fsdp_forward_method(), or call unshard() before. To compute with the sharded parameter, give the other tensor to "
-        "vescale_ray.distribute_tensor(), or use the parameter's full_tensor(). Change a module (pruning, parametrizations) before "
-        "fully_shard"
+        "the module itself instead of its forward(), shard the module that uses the parameter as the unit that holds it, give a method "
+        "that uses it to register_fsdp_forward_method(), or call unshard() before. To compute with the sharded parameter, give the other "
+        "tensor to vescale_ray.distribute_tensor(), or use the parameter's full_tensor(). Change a module (pruning, parametrizations) "
+        "before fully_shard"
     )
 
 

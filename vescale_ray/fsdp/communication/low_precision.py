@@ -87,6 +87,8 @@ class LowPrecisionReduceScatter(ReduceScatter):
 
     def sum_rows(self, rows: torch.Tensor, out: torch.Tensor, factor: float) -> None:
         """Add up encoded rows, one of each rank, in FP32; write the sum times ``factor`` to ``out``. Chunks bound the memory."""
+        if not out.numel():
+            return
         values, scales = self._fields(rows, out.numel())
         for start in range(0, out.numel(), GRADIENT_CHUNK):
             some, own = out[start : start + GRADIENT_CHUNK], slice(start, start + GRADIENT_CHUNK)
@@ -104,6 +106,8 @@ class LowPrecisionReduceScatter(ReduceScatter):
         """Return each row as bytes. Chunks of columns bound the memory."""
         rows, numel = parts.shape
         sent = parts.new_empty((rows, wire_bytes(numel, self.wire)), dtype=torch.uint8)
+        if not numel:
+            return sent
         values, scales = self._fields(sent, numel)
         step = max(1, GRADIENT_CHUNK // (rows * GRADIENT_BLOCK)) * GRADIENT_BLOCK
         for start in range(0, numel, step):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_ray.compat.core import global_optimizer_pre_hooks
 from vescale_ray.compat.fsdp import REGISTRY_KEY
-from vescale_ray.dtensor.operations.schema import parameter_name, plain_is_whole
+from vescale_ray.dtensor.operations.schema import SHARDED_OF, parameter_name, plain_is_whole
 from vescale_ray.fsdp.layouts.group_parameter import REPLACED, GroupParam, gathered_of, local_of
 from vescale_ray.fsdp.layouts.phases import Residency
 from vescale_ray.fsdp.layouts.shared_memory import sharded_in
@@ -199,23 +199,25 @@ def check_replaced(units: Sequence[Unit]) -> None:
                 raise ValueError(_describe(param, installed))
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Check that ``optimizer``, which is about to step, holds sharded parameters if there are any. Cost: 0.2 us per parameter.
+
+    Args:
+        args: the optimizer, and the arguments of its step. A closure, or a hook of the optimizer's, may yet change the gradients.
 
     Raises:
         RuntimeError: it holds a gathered parameter, or one that a sharded parameter has replaced. Its steps would be lost.
-        ValueError: it is one of torch's, which can't step a sharded parameter whose gradient is a plain tensor.
+        ValueError: it is one of torch's, which would stop at a sharded parameter whose gradient is a plain tensor, after it had changed
+            others.
     """
     if torch.compiler.is_compiling():
         return
-    torchs = type(optimizer).__module__.startswith("torch.optim") and not plain_is_whole()
+    last = not (optimizer._optimizer_step_pre_hooks or any(one is not None for one in (*args[1:], *kwargs.values())))
+    looks = last and type(optimizer).__module__.startswith("torch.optim") and not plain_is_whole()
     for group in optimizer.param_groups:
         for held in group.get("params", ()):
-            if torchs and held.grad is not None and not isinstance(held.grad, DTensor) and (fqn := parameter_name(held)):
-                raise ValueError(
-                    f"the gradient of parameter {fqn!r} is a plain tensor of shape {tuple(held.grad.shape)}, but the parameter is sharded: "
-                    f"set it to vescale_ray.distribute_tensor(gradient, parameter.device_mesh, parameter.placements)"
-                )
+            if looks and SHARDED_OF in held.__dict__ and not isinstance(gradient := held.grad, DTensor) and gradient is not None:
+                _refuse_plain(held, gradient)
             param = gathered_of(held)
             if param is not None:
                 raise RuntimeError(
@@ -228,6 +230,15 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                     f"which a sharded one has replaced, so its step would be lost: build the optimizer after fully_shard and "
                     f"load_state_dict(assign=True), from model.parameters()"
                 )
+
+
+def _refuse_plain(held: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Raise ValueError if the gradient of a sharded parameter is a plain tensor with dimensions."""
+    if gradient.ndim:
+        raise ValueError(
+            f"the gradient of parameter {parameter_name(held)!r} is a plain tensor of shape {tuple(gradient.shape)}, but the parameter is "
+            f"sharded: set it to vescale_ray.distribute_tensor(gradient, parameter.device_mesh, parameter.placements)"
+        )
 
 
 def name_parameters(group: ParameterGroup, fqns: dict[int, str]) -> None:
