@@ -102,7 +102,7 @@ def compiled_optimizer(how: Any) -> tuple[float, float]:
 @on_processes(1)
 def test_one_graph_of_a_whole_model_is_refused_with_the_remedy(rank: int, world: int) -> None:
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"leave out fullgraph=True, or compile each unit .*, layer.compile"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"leave out fullgraph=True; a unit .*, layer.compile"):
         torch.compile(sharded(fully_shard), backend="eager", fullgraph=True)(torch.ones(2, WIDTH))
     sharded(fully_shard, backend="eager")(torch.ones(2, WIDTH)).sum().backward()
 
