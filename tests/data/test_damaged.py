@@ -30,6 +30,7 @@ from vescale_ray.config import parse_config
 from vescale_ray.controller.driver import preflight
 from vescale_ray.data.dataset_loading import load_dataset, load_eval_sets
 from vescale_ray.data.loading_figures import figures_of, take_errors
+from vescale_ray.data.sources.files import reason_of
 from vescale_ray.data.text.chat import IGNORED
 from vescale_ray.errors import BadInput
 
@@ -153,6 +154,11 @@ def test_faults_of_one_machine_are_not_taken_for_damage(tmp_path: Path, error: E
     with pytest.raises(type(error)) as caught:
         made.batch([0])
     assert caught.value is error and not take_errors(made)
+
+
+def test_bytes_of_a_damaged_file_are_escaped_in_its_error() -> None:
+    assert reason_of(ValueError("unknown type: \x0f\x1b[2J\n of a page. ")) == r"unknown type: \x0f\x1b[2J of a page"
+    assert reason_of(OSError(2, "nichts unter /käse")) == "nichts unter /käse"
 
 
 def test_evaluation_sets_must_be_whole(tmp_path: Path) -> None:

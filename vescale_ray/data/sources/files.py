@@ -310,6 +310,9 @@ def is_glob(path: str) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason in an error of the storage or of pyarrow, as one line without its traceback."""
+    """Return the reason in an error of the storage or of pyarrow, as one line without its traceback.
+
+    The error may quote bytes of a damaged file."""
     text = (getattr(error, "strerror", None) or str(error)) or type(error).__name__
-    return " ".join(text.split())[:200].rstrip(". ")
+    told = " ".join(text.split())[:200].rstrip(". ")
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in told)
