@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vescale_ray import checkpoint
 from vescale_ray.config import RunConfig, load_config
 from vescale_ray.data.dataset_loading import load_dataset
 from vescale_ray.data.order.stream import SampleStream
@@ -254,6 +255,20 @@ def test_summary_skips_accounting_of_missing_or_cut_samples(whole: tuple[RunFold
     gone = summarize(run)
     assert (gone.accounting, gone.left_out, gone.sound) == (None, "there is no samples.jsonl to compare with what was due", True)
     assert gone.left_out in table(run, gone)
+
+
+def test_data_that_has_changed_is_not_counted(whole: tuple[RunFolder, RunConfig]) -> None:
+    run, config = whole
+    root, stream = config.checkpoint_root, dict(load_dataset(config.data).identity())
+    vote = checkpoint.write_shard(root, "a1", 0, [], step=20, epoch=1)
+    checkpoint.commit(root, [vote], step=20, epoch=1, attempt="a1", world=1, meta={"stream": stream})
+    counted = summarize(run).accounting
+    assert counted is not None and counted.exact
+    for change in (lambda file: file.write_text(TEXT + "more " * 500), Path.unlink):
+        change(Path(str(config.data.corpus)))
+        changed = summarize(run)
+        assert changed.accounting is None and changed.sound and changed.left_out in table(run)
+        assert changed.left_out.startswith("samples.jsonl was not compared with what was due: data.corpus")
 
 
 def test_processes_are_listed_in_start_order(whole: tuple[RunFolder, RunConfig]) -> None:

@@ -7,6 +7,7 @@ imported only to draw, and the checkpoint code only to verify.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,12 @@ import numpy as np
 
 from vescale_ray.config import RunConfig, load_config
 from vescale_ray.config.given import CORPUS
-from vescale_ray.errors import one_line
+from vescale_ray.errors import BadInput, one_line
 from vescale_ray.reporting.event_words import count_words, describe_event, set_words
 from vescale_ray.runfolder import Record, RunFolder, RunFolderError, committed
 
 if TYPE_CHECKING:
+    from vescale_ray.checkpoint import Commit
     from vescale_ray.data.dataset import SampleOrder
 
 GUESSING_BPB = 8.0
@@ -143,7 +145,10 @@ def summarize(run: RunFolder | str | Path) -> Summary:
     elif done and str(config.data.corpus).startswith(CORPUS):
         left_out.append("samples.jsonl was not compared with what was due: the data set was given to vescale_ray.train()")
     elif done:
-        count = accounting(folder, _stream(config), config.global_batch, done)
+        try:
+            count = accounting(folder, _stream(config), config.global_batch, done)
+        except (BadInput, OSError) as error:
+            left_out.append(f"samples.jsonl was not compared with what was due: {one_line(error)}")
     checkpoint, problems = _verify(config)
     evaluations = [e for e in events if e["event"] == "evaluation" and e.get("samples") and e.get("loss") is not None]
     key = "bpb" if all(e.get("bpb") is not None for e in evaluations) else "loss"
@@ -336,18 +341,36 @@ def _processes(events: Sequence[Record]) -> tuple[tuple[str, int], ...]:
 
 
 def _stream(config: RunConfig) -> SampleOrder:
+    """Return the order of the run's samples.
+
+    Raises:
+        BadInput, OSError: the data is no longer that of the newest checkpoint, or can't be read.
+    """
+    from vescale_ray import checkpoint
+    from vescale_ray.data.dataset import check_same_data
     from vescale_ray.data.dataset_loading import load_dataset
 
-    return load_dataset(config.data).order(config.run.seed)
+    dataset = load_dataset(config.data)
+    for commit in reversed(_commits(config)):
+        with suppress(checkpoint.CheckpointError):
+            check_same_data(dataset, checkpoint.open(config.checkpoint_root, commit.name).meta.get("stream") or {})
+            break
+    return dataset.order(config.run.seed)
+
+
+def _commits(config: RunConfig) -> Sequence[Commit]:
+    root = config.checkpoint_root
+    if "://" not in root and not Path(root).is_dir():
+        return ()
+    from vescale_ray import checkpoint
+
+    return checkpoint.ls(root)
 
 
 def _verify(config: RunConfig) -> tuple[str | None, tuple[str, ...]]:
-    root = config.checkpoint_root
-    if "://" not in root and not Path(root).is_dir():
-        return None, ()
     from vescale_ray import checkpoint
 
-    commits = checkpoint.ls(root)
+    root, commits = config.checkpoint_root, _commits(config)
     if not commits:
         return None, ()
     # Verify the newest checkpoint even if it can't be loaded, so that damage shows. Loading would fall back to the one before.
