@@ -258,7 +258,8 @@ def check_ids(values: Tokens, vocab: int, lengths: Ids | None = None) -> None:
         row = place if lengths is None else _row_of(lengths, place)
         if values[place] < 0:
             raise BadDocument(row, f"token {values[place]} is negative; give token ids, not labels")
-        raise BadDocument(row, f"token {values[place]} is not below the vocabulary's size, {vocab}; set data.vocab or use other data")
+        remedy = "use tokens of the model's tokenizer, or data.dtype as the file has it; without model.hf, data.vocab may be larger"
+        raise BadDocument(row, f"token {values[place]} is not below the vocabulary's size, {vocab}; {remedy}")
 
 
 def _row_of(lengths: Ids, place: int) -> int:
