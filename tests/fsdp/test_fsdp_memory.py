@@ -131,9 +131,9 @@ def test_step_is_one_all_gather_per_unshard_one_reduce_per_group(monkeypatch):
 
 
 def test_gloo_collective_is_one_message_to_and_from_each_rank():
-    messages = GATHERS + REDUCTIONS
+    messages = GATHERS + REDUCTIONS + 1  # and which parameters were used, once
     for per_step, reads_masters, writes_parameters in run_gloo(2, counts_in_process):
-        assert per_step == [(GATHERS, REDUCTIONS, {"isend": messages, "irecv": messages, "all_reduce": 1})] * 3
+        assert per_step == [(GATHERS, REDUCTIONS, {"isend": messages, "irecv": messages})] * 3
         assert reads_masters and writes_parameters
 
 

@@ -168,7 +168,6 @@ def test_writes_while_gathered_reach_all_ranks_or_raise(rank: int, world: int) -
 # -- saving ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @on_processes(2)
 def test_background_dcp_save_holds_a_single_step(rank: int, world: int, tmp_path: Path) -> None:
     """DCP saves in the background, beginning while the root is gathered; training goes on meanwhile."""

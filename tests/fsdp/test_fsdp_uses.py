@@ -19,6 +19,7 @@ from tests.fsdp.towers import filled
 from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray import fully_shard
 from vescale_ray.fsdp import OrderError, set_debug
+from vescale_ray.fsdp.groups import uses
 from vescale_ray.optim import Flat, clip_grad_norm_
 
 WIDTH, EXPERTS, STEPS = 6, 4, 4
@@ -288,21 +289,15 @@ def test_ranks_ask_once_per_backward_and_wait_only_for_gaps(rank: int, world: in
     """Count the exchanges and the waits. A rank waits only if it may receive a gradient."""
     asked: list[list[int]] = []
     waits: list[int] = []
-    original = dist.all_reduce
 
-    class Watched:
-        def __init__(self, work: Any) -> None:
-            self.work = work
+    class Watched(uses._Largest):
+        def __init__(self, own: torch.Tensor, *where: Any) -> None:
+            asked.append([own.numel(), int(own.sum())])
+            super().__init__(own, *where)
 
         def wait(self) -> None:
             waits.append(1)
-            self.work.wait()
-
-    def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        if tensor.dtype is not torch.uint8:
-            return original(tensor, *args, **options)
-        asked.append([tensor.numel(), int(tensor.sum())])
-        return Watched(original(tensor, *args, **options))
+            super().wait()
 
     made = plain(model())
 
@@ -314,7 +309,7 @@ def test_ranks_ask_once_per_backward_and_wait_only_for_gaps(rank: int, world: in
         return list(asked), len(waits)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", all_reduce)
+        patch.setattr(uses, "_Largest", Watched)
         numel = len(list(made.parameters()))
         everything = range(EXPERTS)
         assert backward(*everything) == ([[numel, numel]], 0)

@@ -9,8 +9,8 @@ them, and contributes zeros for parameters that it did not use. So a rank knows 
     none                           never: ``.grad`` stays as it is
 
 At the end of a backward the ranks exchange one byte per parameter of the model (:class:`Use`). This takes one all-reduce per shard group
-and one per replicate group. A rank that used every parameter knows the answer, so it sends its bytes without waiting. On an accelerator
-the host does not wait either.
+and one per replicate group, or on gloo messages between all pairs of ranks. A rank that used every parameter knows the answer, so it sends
+its bytes without waiting. On an accelerator the host does not wait either.
 
 The answer also shows a rank that trains a parameter which another rank has frozen. A rank whose own trained parameters have changed reads
 it before it waits for its reductions: a rank that has frozen all parameters of a group joins no reduction of it. On the CPU every rank
@@ -28,8 +28,9 @@ import torch.distributed as dist
 
 from vescale_ray import gloo
 from vescale_ray.communication import wait_notes
+from vescale_ray.communication.point_to_point import is_pairwise
 from vescale_ray.compat.core import disable_current_modes
-from vescale_ray.fsdp.communication.comm import Lane
+from vescale_ray.fsdp.communication.comm import Lane, all_gather_pairwise
 from vescale_ray.fsdp.communication.debug import agree, agree_on_gradients
 from vescale_ray.fsdp.groups.delivery import Use
 from vescale_ray.fsdp.groups.group import ParameterGroup
@@ -85,6 +86,19 @@ class Uses:
 
 def _ranks_of(group: ParameterGroup) -> tuple[int, int]:
     return id(group.grads.group), id(group.place.replicate_group)
+
+
+class _Largest:
+    """An element-wise maximum over the ranks of a gloo group, in place. It consists of messages: torch's collectives of one group would
+    meet in another order on each rank if a thread of the user's, such as that of ``dcp.async_save``, called others meanwhile."""
+
+    def __init__(self, own: torch.Tensor, group: dist.ProcessGroup, lane: Lane) -> None:
+        self._own, self._told = own, own.new_empty(group.size() * own.numel())
+        self._messages = all_gather_pairwise([(self._told, own)], group, lane, "uses of parameters")
+
+    def wait(self) -> None:
+        self._messages.wait()
+        torch.amax(self._told.view(-1, self._own.numel()), 0, out=self._own)
 
 
 class _Question:
@@ -164,6 +178,10 @@ class _Question:
 
     def _send(self, group: dist.ProcessGroup, lane: Lane) -> None:
         device = self._place.device
+        if is_pairwise(group, device):
+            self._bytes = torch.tensor(self._own, dtype=torch.uint8) if self._bytes is None else self._bytes
+            self.works.append(_Largest(self._bytes, group, lane))
+            return
         # Modes that count, record or fake a step's operations must not see this one.
         with lane.context(), disable_current_modes(), wait_notes.counted("all_reduce"):
             if self._bytes is None:
