@@ -14,27 +14,12 @@ from tests.checkpoint.checkpoint_support import (
     random_layout,
     save_in_process,
 )
-from tests.checkpoint.s3_fake import FakeS3, fake_s3
+from tests.checkpoint.s3_fake import FakeS3
 from tests.checkpoint.s3_saves import AFTER, BEFORE, TOP, save_after
 from tests.checkpoint.stores import collect, s3_store
 from tests.checkpoint.test_checkpoint_stores import chunks, content, race
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.stores.s3_errors import Undecided
-
-
-@pytest.fixture
-def fake():
-    with fake_s3() as server:
-        yield server
-
-
-@pytest.fixture
-def store(fake):
-    """A store with one committed step, saved before any fault."""
-    found = s3_store(fake)
-    save_in_process(found, BEFORE, random_layout(BEFORE, 2, seed=1), step=10)
-    fake.log.clear()
-    return found
 
 
 def assert_untouched(store, fake: FakeS3) -> None:

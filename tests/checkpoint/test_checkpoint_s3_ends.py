@@ -15,29 +15,11 @@ from tests.checkpoint.checkpoint_support import (
     assert_equals,
     in_subprocess,
     peak_growths,
-    random_layout,
-    save_in_process,
 )
-from tests.checkpoint.s3_fake import fake_s3
 from tests.checkpoint.s3_saves import AFTER, BEFORE, TOP, save_after
-from tests.checkpoint.stores import collect, s3_store
+from tests.checkpoint.stores import collect
 from tests.checkpoint.test_checkpoint_stores import chunks
 from vescale_ray import checkpoint as ckpt
-
-
-@pytest.fixture
-def fake():
-    with fake_s3() as server:
-        yield server
-
-
-@pytest.fixture
-def store(fake):
-    """A store with one committed step, saved before any fault."""
-    found = s3_store(fake)
-    save_in_process(found, BEFORE, random_layout(BEFORE, 2, seed=1), step=10)
-    fake.log.clear()
-    return found
 
 
 def killed_on_s3(url: str, point: str) -> None:

@@ -11,8 +11,10 @@ import pytest
 
 from tests.controller.recorded import Recorded, recorded
 from tests.controller.runs import tiny
+from tests.controller.served_metrics import Box
 from tests.controller.stage import WorkerGroup
 from vescale_ray.controller.driver import local_ray
+from vescale_ray.controller.http.metrics import MetricsServer
 
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", local_ray.QUIET)  # before a test module imports Ray
 
@@ -45,3 +47,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Recorded:
     return recorded(tmp_path)
+
+
+@pytest.fixture
+def box() -> Box:
+    return Box()
+
+
+@pytest.fixture
+def server(box: Box) -> Iterator[MetricsServer]:
+    """A server of the box's snapshot."""
+    server = MetricsServer("127.0.0.1", 0, lambda: box.snapshot, box.control, "secret")
+    yield server
+    server.close()

@@ -7,7 +7,6 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -18,18 +17,6 @@ from vescale_ray.controller.http import metrics
 from vescale_ray.controller.http.metrics import MetricsServer, PortInUse
 from vescale_ray.controller.state.snapshot import Snapshot
 from vescale_ray.errors import BadInput
-
-
-@pytest.fixture
-def box() -> Box:
-    return Box()
-
-
-@pytest.fixture
-def server(box: Box) -> Iterator[MetricsServer]:
-    server = MetricsServer("127.0.0.1", 0, lambda: box.snapshot, box.control, "secret")
-    yield server
-    server.close()
 
 
 def post(

@@ -8,7 +8,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,18 +23,6 @@ from vescale_ray.controller.http.exposition import DEVICE_MEMORY, EXTREMES, MOST
 from vescale_ray.controller.http.metrics import MetricsServer, Scrapes
 from vescale_ray.controller.state.snapshot import STATES, Histogram, Snapshot
 from vescale_ray.controller.statistics.goodput import Loss
-
-
-@pytest.fixture
-def box() -> Box:
-    return Box()
-
-
-@pytest.fixture
-def server(box: Box) -> Iterator[MetricsServer]:
-    server = MetricsServer("127.0.0.1", 0, lambda: box.snapshot, box.control, "secret")
-    yield server
-    server.close()
 
 
 def test_every_figure_of_the_snapshot_is_in_the_scrape(server: MetricsServer) -> None:
