@@ -1,4 +1,4 @@
-"""What a load reads: bytes, requests and memory; and damaged or unreachable objects."""
+"""The bytes, requests and memory of a load, and its answers to damaged or unreachable objects."""
 
 from __future__ import annotations
 
