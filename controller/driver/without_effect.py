@@ -13,6 +13,10 @@ _UNUSED: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "train.decay_type": (lambda c: c.train.schedule != "wsd", "it is the form of the final decay of train.schedule = wsd"),
     "train.matrix_lr": (lambda c: c.train.optimizer in ("adamw", "sgd"), "train.optimizer steps all parameters with train.lr"),
     "train.eps": (lambda c: c.train.optimizer == "sgd", "train.optimizer = sgd has none"),
+    "train.keep_cast": (
+        lambda c: c.train.zero_stage < 3 or (c.train.param_dtype, c.train.offload, c.model.lora) == ("float32", "none", None),
+        "it keeps what workers cast for each all-gather, and this run makes no casts, or one per step",
+    ),
     "train.eval_every": (
         lambda c: not c.data.eval_samples or not (c.data.heldout or c.data.eval),
         "there is nothing to evaluate; raise data.heldout and data.eval_samples, or give sets in data.eval",

@@ -19,6 +19,7 @@ from vescale_ray.controller.driver.without_effect import _UNUSED, without_effect
         ({"train.min_lr_ratio": 0.5}, {"train.schedule": "wsd"}, "train.min_lr_ratio = 0.5 has no effect: train.schedule = constant keeps"),
         ({"train.decay_type": "sqrt"}, {"train.schedule": "wsd"}, "train.decay_type = sqrt has no effect: it is the form of the final"),
         ({"train.matrix_lr": 0.02}, {"train.optimizer": "muon"}, "train.matrix_lr = 0.02 has no effect: train.optimizer steps all"),
+        ({"train.keep_cast": True}, {"train.param_dtype": "bfloat16"}, "train.keep_cast = true has no effect: it keeps what workers cast"),
         ({"train.eval_every": 5}, {"data.heldout": 0.1}, "train.eval_every = 5 has no effect: there is nothing to evaluate; raise"),
         (
             {"checkpoint.keep_metric": "heldout_loss"},

@@ -58,6 +58,7 @@ def measured(state: State) -> tuple[dict[str, int], dict[str, int]]:
     return {
         "master": held["parameters"] + held["padding"] // 2,
         "codes": held["codes"],
+        "casts": held["casts"],
         "gradients": held["gradients"] + held["padding"] // 2,
         "optimizer": sum(s.nbytes for s in states),
         **state["most"],
@@ -84,6 +85,10 @@ def trained(path: Path, text: str, options: list[str], world: int) -> float:
 
 def test_the_plan_tells_the_memory_of_a_job_in_8_bits(tmp_path: Path, text: str) -> None:
     assert 4 + 1 + 2 < trained(tmp_path, text, DENSE, 3) < 7.6, "FP32 master, codes, 8-bit states; embedding and head have FP32 states"
+
+
+def test_the_plan_tells_the_memory_of_kept_casts(tmp_path: Path, text: str) -> None:
+    trained(tmp_path, text, [*DENSE, "train.quantize=null", "train.keep_cast=true"], 2)
 
 
 @pytest.mark.parametrize("options", [[], pytest.param(FP8, marks=pytest.mark.slow)], ids=["FP32", "FP8"])

@@ -44,6 +44,7 @@ _OF_BOTH = ("job", "devices", "hardware", "memory", "as_json", "html_file")
 @click.option("--strided", is_flag=True, help="The model tolerates experts that are strided views.")
 @click.option("--tokens", type=int, default=8192, show_default=True, help="Tokens per device and micro-batch.")
 @click.option("--recompute/--keep-activations", default=True, show_default=True, help="Activations in backward.")
+@click.option("--keep-cast", is_flag=True, help="Each rank keeps its shard in the compute dtype between all-gathers.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("--html", "html_file", default=None, metavar="FILE", callback=lasting_path, help="Write a page with pictures, too.")
 @click.pass_context

@@ -179,6 +179,11 @@ class TrainSection(Section):
         default="none",
         description="cpu: shards, gradients and the optimizer stay in host memory, and the accelerator holds the gathered units only",
     )
+    keep_cast: bool = Field(
+        default=False,
+        description="keep each worker's shard in param_dtype, and on the accelerator with offload: cast once per step and not for each "
+        "all-gather. `vescale-ray plan` says whether that pays",
+    )
     activation_checkpointing: Literal["none", "full", "selective"] = Field(
         default="none",
         description="what backward recomputes of each unit. full: all activations; selective: all but the results of matrix products and "

@@ -20,6 +20,7 @@ P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; 
 |---|---|---|---|
 | master shard (flat); sharded ``nn.Parameter``s are views | S, orig | the model's; on gloo in the buffer (below) | ``fully_shard`` |
 | FP8 codes and scales (``quantize_policy``) | S and 4 per tile, bytes | the model's; renewed after each optimizer step | quantization |
+| kept cast of the master shard (``keep_cast``) | S, compute | the model's; renewed after each optimizer step | cast |
 | byte buffer of FP8 codes and scales | W*S and scales, bytes | all-gather to dequantization | all-gather |
 | gathered buffer; unsharded parameters are views | W*S, compute | addresses: the model's; memory: unshard to reshard | all-gather |
 | kept part, if `reshard_after_forward` is an int m | W*S/m, compute | from the end of forward to backward's all-gather | one copy |
@@ -52,7 +53,8 @@ tensor into this rank's part of the gathered buffer, as with a cast.
 One rank: nothing is gathered or scattered. Unsharded parameters are views of the master shard, or of its cast in the gathered buffer, and
 gradients are written into the gradient shard directly. Padding of gradients is zeroed when a buffer is laid out and never written again.
 
-Copies per step: for each all-gather the cast (S) into this rank's part of the gathered buffer, and each gradient once, from autograd's
+Copies per step: for each all-gather the cast (S) into this rank's part of the gathered buffer (with ``keep_cast`` one cast per optimizer
+step, which the all-gathers send), and each gradient once, from autograd's
 result into the buffer. Weights of large ``nn.Linear``s need no copy if they arrive in the compute dtype: their matrix product writes into
 the buffer (``linear``). Without a cast, this rank's part (S) is copied on gloo, unless the master shard lives there.
 

@@ -49,7 +49,7 @@ def as_text(choice: Choice, width: int = 140) -> str:
         memory = Table(box=None, pad_edge=False, show_header=False)
         scales = gib(sum(u.scale_bytes * u.count for u in shown.plan.units))
         remarks = {"activations": "(estimate)", "codes": f"({scales} of them scales)"}
-        for kind, size in ((kind, size) for kind, size in shown.memory.by_kind().items() if size or kind != "codes"):
+        for kind, size in ((kind, size) for kind, size in shown.memory.by_kind().items() if size or kind not in ("codes", "casts")):
             memory.add_row(kind.replace("_", " "), gib(size), remarks.get(kind, ""))
         memory.add_row("total", gib(shown.memory.total), "")
         console.print(memory)

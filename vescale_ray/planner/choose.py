@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 SAME = 0.02
 """Options whose step times differ by less than this fraction count as equally fast; the one with less memory wins."""
+PAYS = 0.005
+"""Fraction of a step's time from which it pays to keep the casts of shards."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,8 @@ def _judge(shapes: ModelShapes, devices: int, hardware: Hardware, policy: Policy
     over = [o for o in judged if o.memory.total > room]
     judged = sorted((o for o in judged if o.memory.total <= room), key=lambda o: (o is not chosen, o.time.step, o.group, str(o.lever)))
     judged += sorted(over, key=lambda o: (o.memory.total, o.group, str(o.lever)))
-    return Choice(shapes, devices, hardware, policy, chosen, tuple(judged), _notes(chosen, judged, room, policy))
+    notes = (*_notes(chosen, judged, room, policy), *_casts(chosen, room, policy, hardware))
+    return Choice(shapes, devices, hardware, policy, chosen, tuple(judged), notes)
 
 
 def _reason(option: Option, best: Option | None, room: int, *, alone: bool) -> str:
@@ -214,6 +217,19 @@ def _notes(best: Option | None, options: list[Option], room: int, policy: Policy
         ways = advice.remedies or (f"{advice.best.padding_ratio:.1%} with {advice.best.lever}",)
         notes.append(f"{unit.plan.name}: {unit.plan.padding_ratio:.1%} of padding; {'; or '.join(ways)}")
     return tuple(dict.fromkeys(notes))
+
+
+def _casts(best: Option | None, room: int, policy: Policy, hardware: Hardware) -> Iterator[str]:
+    """Yield a note if keeping the casts of shards pays, or does not though the policy asks for it."""
+    if best is None or best.group == 1:
+        return
+    other = replace(policy, keep_cast=not policy.keep_cast)
+    memory, time = predict_memory(best.plan, other), predict_time(best.plan, other, hardware, best.replicas)
+    faster, larger = (best.time.step - time.step) / best.time.step, memory.total - best.memory.total
+    if not policy.keep_cast and faster >= PAYS and memory.total <= room:
+        yield f"keep_cast takes {faster:.1%} of a step's time away, for {_gib(larger)} of casts that are kept"
+    if policy.keep_cast and -faster < PAYS:
+        yield f"keep_cast saves only {max(0.0, -faster):.1%} of a step's time, and takes {_gib(-larger)}: leave it out if memory is short"
 
 
 def _largest(memory: Memory) -> str:

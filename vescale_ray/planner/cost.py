@@ -53,6 +53,7 @@ class Policy:
         strided: the model tolerates experts that are strided views.
         most_layers: largest number of layers per unit.
         reserve: fraction of the device's memory that is left free (context, fragmentation, communication library).
+        keep_cast: each rank keeps its shard in ``compute_dtype`` between all-gathers (``keep_cast`` of ``fully_shard``).
         expert_parallel: neighbouring ranks that share the experts of a layer (``train.expert_parallel``). Experts are then units of their
             own, inside those of their layers, so that a unit has one layer.
     """
@@ -72,6 +73,7 @@ class Policy:
     reserve: float = 0.1
     quantize: Block | None = None
     scale_bytes: int = 4
+    keep_cast: bool = False
     expert_parallel: int = 1
 
     def __post_init__(self) -> None:
@@ -152,6 +154,11 @@ class PlannedUnit:
     def scale_bytes(self) -> int:
         """Bytes of scales, padding included, that a rank sends beside its codes; 0 for a unit that is gathered in the compute dtype."""
         return sum(self._coded_bytes) - self.plan.shard_numel if self.coded is not None else 0
+
+    def cast_bytes(self, policy: Policy) -> int:
+        """Return the bytes of the cast of a rank's shard that the all-gather sends; 0 if it sends the shard itself or FP8 codes."""
+        cast = self.coded is None and policy.compute_dtype != policy.shard_dtype(trainable=self.trainable)
+        return sum(self.part_bytes(policy.compute_dtype)) if cast else 0
 
     def part_bytes(self, compute: torch.dtype) -> tuple[int, ...]:
         """Return the bytes that a rank sends in an all-gather of each buffer."""
@@ -249,10 +256,12 @@ def _with_shared_experts(model: ModelShapes, shares: ExpertShares) -> Iterator[t
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank at the peak of a step, by kind. ``codes``: FP8 codes and scales of the rank's shards, kept between steps."""
+    """Bytes on one rank at the peak of a step, by kind. ``codes`` and ``casts``: FP8 codes and scales of the rank's shards, and the shards
+    in the compute dtype, if they are kept between steps."""
 
     master: int
     codes: int
+    casts: int
     gathered: int
     gradients: int
     gradient_buffers: int
@@ -277,9 +286,11 @@ def predict_memory(plan: ModelPlan, policy: Policy, *, backend: str = "nccl", ra
     kept = sum(k.numel * u.count * policy.shard_dtype(trainable=u.trainable).itemsize for u, _, k in buffers)
     trained = sum(k.numel * u.count for u, _, k in buffers if u.trainable)
     gathered, gradients = _buffers(plan, policy, backend, rank)
+    casts = sum(u.cast_bytes(policy) * u.count for u in plan.units if policy.keep_cast and u.group > 1)
     return Memory(
         master=kept,
         codes=sum(sum(u.part_bytes(policy.compute_dtype)) * u.count for u in plan.units if u.coded is not None),
+        casts=casts,
         gathered=gathered,
         gradients=trained * policy.master_dtype.itemsize,
         gradient_buffers=gradients,

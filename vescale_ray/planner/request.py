@@ -42,6 +42,7 @@ def choose(
     strided: bool = False,
     tokens: int = 8192,
     recompute: bool = True,
+    keep_cast: bool = False,
     expert_parallel: int = 1,
 ) -> Choice:
     """Call :func:`vescale_ray.planner.choose.choose_sharding` with command-line values.
@@ -64,6 +65,7 @@ def choose(
         staging=None if staging is None else size_of(staging, "staging", "256MiB"),
         strided=strided,
         quantize=FP8_TILE if dtype == "fp8" else None,
+        keep_cast=keep_cast,
         expert_parallel=expert_parallel,
     )
     if rows is not None:

@@ -51,8 +51,9 @@ def predict_time(plan: ModelPlan, policy: Policy, hardware: Hardware, replicas: 
 
     A matrix product costs 2 operations per active parameter and token in forward, 4 in backward, and 2 more if it is recomputed. A
     unit's part is its share of the active parameters; the embedding is a lookup and costs nothing. Parameters are gathered for forward
-    and again for backward, while the unit before computes. Gradients are reduced while the next unit of the backward computes. A
-    unit's communication that its computation does not hide is exposed. The first gather and the last reduction are exposed, too.
+    and again for backward, while the unit before computes; each time the rank casts its shard first. Gradients are reduced while the next
+    unit of the backward computes. A unit's communication that its computation does not hide is exposed. The first gather and the last
+    reduction are exposed, too.
 
     If ranks share experts, a layer sends the rows of its tokens to them and back, in forward, in its recomputation, and in backward.
     Nothing hides that, nor the experts' all-gather in backward, which starts when backward reaches them.
@@ -101,7 +102,9 @@ def _unit_time(
         backward += (2 if u.trainable else 1) * product + (product if policy.recompute else 0.0)
     part = sum(sum(u.part_bytes(policy.compute_dtype)) for u in groups)
     gather = collective_time(part * ranks, ranks, hardware, rank_bytes=part, stride=stride)
-    again = 0.0 if groups[0].resident else gather
+    cast = sum(_cast_time(u, policy, hardware) for u in groups)
+    again = 0.0 if groups[0].resident else gather + cast * (not policy.keep_cast)
+    gather += cast
     sent = (1 if groups[0].resident else 2) * part * (ranks - 1)
     reduce = across = 0.0
     if trained:
@@ -118,6 +121,13 @@ def _unit_time(
         across = sum(2 * collective_time(b.shard_numel * wide, replicas, hardware, stride=apart) for b in buffers)
         sent += part * (ranks - 1) + 2 * sum(shards) * wide * (replicas - 1) // replicas
     return _UnitTime(forward, backward, gather, again, reduce, across, sent)
+
+
+def _cast_time(unit: PlannedUnit, policy: Policy, hardware: Hardware) -> float:
+    """Return the seconds in which a rank reads its shard and writes the cast that an all-gather sends."""
+    written = unit.cast_bytes(policy)
+    read = unit.plan.shard_numel * policy.shard_dtype(trainable=unit.trainable).itemsize
+    return (read + written) / hardware.memory_bandwidth if written else 0.0
 
 
 def _has_experts(unit: PlannedUnit) -> bool:

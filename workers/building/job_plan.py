@@ -64,6 +64,7 @@ def _policy(config: RunConfig, frozen: torch.dtype, experts: int) -> Policy:
         most_layers=1,
         quantize=None if form is None else form.block,
         scale_bytes=4 if form is None else form.scale_dtype.itemsize,
+        keep_cast=train.keep_cast,
         expert_parallel=experts,
     )
     return replace(policy, blocks=policy.block_options[0])

@@ -217,7 +217,8 @@ def sharding_of(config: RunConfig, mesh: DeviceMesh) -> dict[str, Any]:
     )
     offload = CPUOffloadPolicy() if train.offload == "cpu" and mesh.device_type != "cpu" else OffloadPolicy()
     sharding = (Sharding.zero1(), Sharding.zero2(), Sharding.zero3())[train.zero_stage - 1]
-    return {"mesh": mesh, "mp_policy": policy, "offload_policy": offload, "sharding": sharding, "to_empty": True}
+    given = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload, "sharding": sharding}
+    return {**given, "keep_cast": train.keep_cast, "to_empty": True}
 
 
 def shared_experts(config: RunConfig, model: nn.Module) -> list[nn.Module]:

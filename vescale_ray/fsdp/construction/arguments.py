@@ -53,6 +53,7 @@ class Arguments:
     quantize_policy: QuantizePolicy | None
     allow_gaps: bool | Callable[[str, nn.Parameter], bool]
     sharding: Sharding | None
+    keep_cast: bool
     to_empty: bool
 
     def __post_init__(self) -> None:

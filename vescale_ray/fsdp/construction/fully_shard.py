@@ -60,6 +60,7 @@ def fully_shard(
     quantize_policy: QuantizePolicy | None = None,
     allow_gaps: bool | Callable[[str, nn.Parameter], bool] = False,
     sharding: Sharding | None = None,
+    keep_cast: bool = False,
     to_empty: bool = False,
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer states over the data-parallel ranks, in place.
@@ -98,6 +99,9 @@ def fully_shard(
             any other. :func:`explain` shows the gaps.
         sharding: mesh dimensions over which parameters, gradients and optimizer states are sharded, of a named mesh of any size:
             DDP, ZeRO-1, 2, 3, HSDP with or without a sharded optimizer; None: all of them over the last dimension.
+        keep_cast: whether each rank keeps the copy of its shard that the all-gather sends: in the compute dtype, and on the device if the
+            shard is offloaded. It is then made once per optimizer step and not once per all-gather. No effect where all-gathers send the
+            shard itself or FP8 codes, with ZeRO-1 and 2, or with one rank.
         to_empty: whether to give parameters on the meta device storage without values, like ``module.to_empty(..)``, but without making
             each parameter twice. Buffers, and parameters with all-gather hooks, are left alone.
 
@@ -125,6 +129,7 @@ def fully_shard(
         quantize_policy=quantize_policy,
         allow_gaps=allow_gaps,
         sharding=sharding,
+        keep_cast=check_flag("keep_cast", keep_cast),
         to_empty=check_flag("to_empty", to_empty),
     )
     ranks, axes = data_parallel_ranks(given)

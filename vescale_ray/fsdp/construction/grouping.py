@@ -13,6 +13,7 @@ from vescale_ray.fsdp.layouts.code_parts import CodeParts
 from vescale_ray.fsdp.layouts.division import Chunks, Cuts, Division
 from vescale_ray.fsdp.layouts.group_parameter import GroupPlan, OriginalParameter
 from vescale_ray.fsdp.layouts.mixed_precision import dtypes, policy_of
+from vescale_ray.fsdp.layouts.phases import Retain
 from vescale_ray.fsdp.layouts.sharding import ShardingPlan
 from vescale_ray.fsdp.layouts.wire import CodeWire, GroupWire, PlainWire
 from vescale_ray.planner import Bundle, TensorSpec, plan_layout
@@ -36,15 +37,16 @@ def plan_groups(parameters: Sequence[OriginalParameter], given: Arguments, axes:
         mesh = sources[0].mesh
         neighbours = axes.neighbours or given.resharding(mesh)[1]
         for members, division in _divided(sources, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1), policy):
-            wire = _wire(members, division, mesh.get_local_rank(mesh.ndim - 1))
+            keeps = given.keep_cast and axes.retain is Retain.NOTHING and mesh.size(mesh.ndim - 1) > 1
+            wire = _wire(members, division, mesh.get_local_rank(mesh.ndim - 1), keeps_cast=keeps)
             plans.append(GroupPlan(members, division, wire, mesh, policy, axes.retain, neighbours))
     return plans
 
 
-def _wire(sources: Sequence[OriginalParameter], division: Division, rank: int) -> GroupWire:
+def _wire(sources: Sequence[OriginalParameter], division: Division, rank: int, *, keeps_cast: bool) -> GroupWire:
     """Return the form in which a group's parameters are gathered: FP8 codes if they have a format."""
     forms = {source.name: source.form for source in sources if source.form is not None}
-    return CodeWire(CodeParts(division.layout, forms), rank) if forms else PlainWire(division)
+    return CodeWire(CodeParts(division.layout, forms), rank) if forms else PlainWire(division, keeps_cast=keeps_cast)
 
 
 def _divided(

@@ -226,8 +226,8 @@ class ParameterGroup:
             out = self.gathered.open(lane, kept=whole, directly=part is not None)
             if part is None and self.casts:
                 numel = out.numel() // self.place.world
-                part = out[self.place.rank * numel : (self.place.rank + 1) * numel]
-                self.master.cast_to(part, version, lane, self.name)
+                own = out[self.place.rank * numel : (self.place.rank + 1) * numel]
+                part = self.master.cast_to(own, version, lane, self.name)
         if self.alone:
             self.gathered.follow(lane.mark())
         else:

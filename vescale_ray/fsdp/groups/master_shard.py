@@ -33,6 +33,8 @@ class MasterShard:
     ) -> None:
         self.place, self.division, self.wire, self.params = place, division, wire, params
         self._memory, self.flat, self._pinned = memory, memory.flat, pinned
+        self._cast: torch.Tensor | None = None
+        """The cast that is kept between all-gathers, on the computing device; None if none is."""
         self._cast_of: tuple[int, ...] | None = None
         self._tied_of: tuple[int, ...] | None = None
 
@@ -40,10 +42,11 @@ class MasterShard:
         """Return this rank's elements of a parameter."""
         return self._memory.tensor(name).view(self.division.local_shape(name))
 
-    def cast_to(self, part: torch.Tensor, version: tuple[int, ...], lane: Lane, name: str) -> None:
-        """Copy the shard, on ``lane``, to ``part``, this rank's part of the all-gather's result. ``version``: version of the sharded
-        parameters. If it has changed, the lane waits for the current stream's writes to them, and FP8 codes are computed again. Ranks that
-        share tiles compute them in each all-gather, together. ``name``: name of the group.
+    def cast_to(self, part: torch.Tensor, version: tuple[int, ...], lane: Lane, name: str) -> torch.Tensor:
+        """Copy the shard, on ``lane``, to ``part``, this rank's part of the all-gather's result, and return ``part``; return the kept cast
+        if there is one. ``version``: version of the sharded parameters. If it has changed, the lane waits for the current stream's writes
+        to them, and FP8 codes and kept casts are computed again. Ranks that share tiles compute them in each all-gather, together.
+        ``name``: name of the group.
         """
         stepped = self._cast_of is None or self._cast_of[:-1] != version
         # The flat buffer's own counter also counts writes to local tensors.
@@ -57,9 +60,15 @@ class MasterShard:
                     check = stepped or self.place.device.type == "cpu"
                     self.wire.renew(self._memory, lambda mine: self._largest_of_ranks(mine, lane, name), check=check)
                 self.wire.write(part, non_blocking=self._pinned)
-            else:
+            elif not self.wire.keeps_cast:
                 self._memory.spread(part, non_blocking=self._pinned)
+            elif changed:
+                if self._cast is None:
+                    with torch.inference_mode(False):  # training uses it, too
+                        self._cast = torch.empty_like(part)
+                self._memory.spread(self._cast, non_blocking=self._pinned)
         self._cast_of = version
+        return part if self._cast is None else self._cast
 
     def _largest_of_ranks(self, mine: torch.Tensor, lane: Lane, name: str) -> torch.Tensor:
         """Return the element-wise largest of all ranks' magnitudes; those of an offloaded shard travel on the device."""

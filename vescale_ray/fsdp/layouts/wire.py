@@ -23,6 +23,8 @@ class GroupWire(Protocol):
 
     apart: bool
     """True if the parts are received in a buffer of their own, from which :meth:`join` fills the parameters' buffer."""
+    keeps_cast: bool
+    """True if a rank keeps the cast of its shard between all-gathers, where it sends one."""
 
     def dtype(self, compute: torch.dtype) -> torch.dtype:
         """Return the parts' dtype, given the compute dtype."""
@@ -42,8 +44,8 @@ class GroupWire(Protocol):
 class PlainWire:
     """Parameters in the compute dtype, divided as ``division`` says."""
 
-    def __init__(self, division: Division) -> None:
-        self.apart, self._division = division.copies, division
+    def __init__(self, division: Division, *, keeps_cast: bool = False) -> None:
+        self.apart, self._division, self.keeps_cast = division.copies, division, keeps_cast
 
     def dtype(self, compute: torch.dtype) -> torch.dtype:
         return compute
@@ -66,6 +68,7 @@ class CodeWire:
     """
 
     apart = True
+    keeps_cast = False
 
     def __init__(self, parts: CodeParts, rank: int) -> None:
         self.parts, self._rank = parts, rank

@@ -80,8 +80,9 @@ class Explanation:
 
     units: tuple[UnitReport, ...]
     memory: dict[str, int]
-    """Bytes of this rank at the peak of a step, by kind: ``master``, ``codes`` (FP8, between steps), ``gathered``, ``gradients`` (shards),
-    ``gradient_buffers``, ``optimizer``. The prediction assumes that units run in this order, and leaves out activations."""
+    """Bytes of this rank at the peak of a step, by kind: ``master``, ``codes`` and ``casts`` (kept between steps), ``gathered``,
+    ``gradients`` (shards), ``gradient_buffers``, ``optimizer``. The prediction assumes that units run in this order, and leaves out
+    activations."""
 
     @property
     def parameter_count(self) -> int:
@@ -150,10 +151,11 @@ def held_bytes(module: nn.Module) -> dict[str, int]:
     """Return the bytes of this rank by kind. Their sum is the peak memory of the steps so far, without activations and optimizer states.
 
     ``parameters``: elements of the shards. ``gradients``: elements of their shards, which exist from backward to
-    the optimizer's step. ``padding``: the rest of these shards. ``codes``: FP8 codes and scales of the shards, kept between steps.
+    the optimizer's step. ``padding``: the rest of these shards. ``codes``, ``casts``: FP8 codes and scales of the shards, and casts of the
+    shards (``keep_cast``), kept between steps.
     ``buffers``: peak bytes of gathered parameters and gradient buffers since the first step.
     """
-    found = dict.fromkeys(("parameters", "gradients", "padding", "codes", "buffers"), 0)
+    found = dict.fromkeys(("parameters", "gradients", "padding", "codes", "casts", "buffers"), 0)
     pools: dict[int, int] = {}
     units = {id(unit): unit for unit in map(unit_of, module.modules()) if unit is not None}
     for unit in units.values():
@@ -165,6 +167,7 @@ def held_bytes(module: nn.Module) -> dict[str, int]:
             found["parameters"] += own * item
             found["gradients"] += own * item * trained
             found["codes"] += _code_bytes(group)
+            found["casts"] += _cast_bytes(group)
             found["padding"] += (kept.numel - own) * item * (1 + trained)
     return {**found, "buffers": sum(pools.values())}
 
@@ -201,6 +204,7 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
     return {
         "master": sum(g.division.kept.numel * g.orig_dtype.itemsize for g in groups if not g.offload),
         "codes": sum(_code_bytes(g) for g in groups if not g.offload),
+        "casts": sum(_cast_bytes(g) for g in groups),
         "gathered": gathered,
         "gradients": sum(g.division.kept.numel * g.orig_dtype.itemsize for g in trained if not g.offload),
         "gradient_buffers": gradients,
@@ -223,6 +227,12 @@ def _code_bytes(group: ParameterGroup) -> int:
     """Return the bytes of the codes and scales that this rank keeps between steps."""
     wire = group.gathered.wire
     return wire.parts.part_bytes if isinstance(wire, CodeWire) else 0
+
+
+def _cast_bytes(group: ParameterGroup) -> int:
+    """Return the bytes of the cast of its shard that this rank keeps between steps."""
+    wire = group.gathered.wire
+    return wire.part_bytes(group.compute_dtype) if wire.keeps_cast and group.casts else 0
 
 
 def _group(group: ParameterGroup) -> GroupReport:
