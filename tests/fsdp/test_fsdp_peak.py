@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fsdp import test_fsdp_streams
+from tests.fsdp.simulated_streams import simulate
 from tests.fsdp.towers import Tower, inputs, seeded, shard_tower
 from tests.ranks import run_gloo, run_threads
 from vescale_ray.fsdp import MixedPrecisionPolicy, explain, fully_shard
@@ -19,7 +19,6 @@ from vescale_ray.fsdp.units.schedule import unit_of
 from vescale_ray.planner.step_buffers import device_buffers
 
 SIDE = 256
-simulated_streams = test_fsdp_streams.streams
 Q = SIDE * SIDE * 4
 """Bytes of one weight. On two ranks, gathering two weights adds as much, since a rank's own half stays."""
 
@@ -114,11 +113,9 @@ def test_engine_holds_only_buffers_in_use_at_the_activation_peak() -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_step_allocates_the_device_memory_that_explain_counts(
-    simulated_streams: Any, mixed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_allocates_the_device_memory_that_explain_counts(mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overview, "host_buffers", device_buffers)
-    for peak, told, more in run_threads(2, most_allocated, simulated_streams, mixed):
+    for peak, told, more in run_threads(2, most_allocated, simulate(monkeypatch), mixed):
         assert peak == told
         assert more > told, "a third gathered unit is seen"
 
