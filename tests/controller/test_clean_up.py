@@ -99,9 +99,9 @@ class Driver:
                 continue
         return found
 
-    def controller(self) -> int:
-        """Process id of the run's controller."""
-        return next(p for p in self.processes() if Path(f"/proc/{p}/cmdline").read_bytes().startswith(b"ray::Controller"))
+    def actors(self, name: str) -> list[int]:
+        """Process ids of the run's actors of a class."""
+        return [p for p in self.processes() if Path(f"/proc/{p}/cmdline").read_bytes().startswith(b"ray::" + name.encode())]
 
     def wait_for_step(self, step: int) -> None:
         def there() -> bool:
@@ -171,11 +171,10 @@ def test_nothing_is_left_of_a_run_within_15_s_whatever_ends_it(tmp_path: Path, d
     by_ending: dict[str, Driver] = {}
     for ending in CODES:
         (tmp_path / ending).mkdir()
-        steps = 80 if ending == "success" else 100_000
-        kill = ["10:kill:0"] if ending == "failure" else []
+        steps = 400 if ending == "success" else 100_000
         workers = 2 if ending == "failure" else 1
         changes: dict[str, Any] = {"elastic_workers": workers, "elastic_min_workers": workers, "train_steps": steps, "checkpoint_every": 0}
-        by_ending[ending] = Driver(tmp_path / ending, *kill, **changes)
+        by_ending[ending] = Driver(tmp_path / ending, **changes)
         drivers.append(by_ending[ending])
     left: dict[str, tuple[set[str], set[Path]]] = {}
     for ending, driver in by_ending.items():
@@ -184,6 +183,7 @@ def test_nothing_is_left_of_a_run_within_15_s_whatever_ends_it(tmp_path: Path, d
         # Ray's servers, the supervisor, the controller, a worker; Ray's own agents come and go.
         assert len(driver.processes()) > 4 and all(left[ending]), ending
     client.request(by_ending["stop"].folder, "stop", {})
+    os.kill(by_ending["failure"].actors("Worker")[0], signal.SIGKILL)
     os.kill(by_ending["SIGKILL"].process.pid, signal.SIGKILL)
     # As `timeout`, a service manager or a batch system does. Ray's servers get the signal, too, and must not end before there is a
     # checkpoint.
@@ -219,7 +219,7 @@ def test_killed_driver_with_a_dead_controller_leaves_nothing(tmp_path: Path, dri
     drivers.append(driver)
     driver.wait_for_step(2)
     left = driver.sockets() & listening(), ray_folders(driver)
-    os.kill(driver.controller(), signal.SIGKILL)
+    os.kill(driver.actors("Controller")[0], signal.SIGKILL)
     os.kill(driver.process.pid, signal.SIGKILL)
     assert driver.process.wait(10) == -signal.SIGKILL
     nothing_left(driver, *left)
