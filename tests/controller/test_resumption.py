@@ -39,7 +39,7 @@ FREE: dict[str, frozenset[str]] = {
     "model": frozenset({"hf", "units"}),
     "train": frozenset(
         {
-            *("reduce_staging_mb", "zero_stage", "reshard_after_forward", "sharding", "expert_parallel", "offload"),
+            *("keep_cast", "reduce_staging_mb", "zero_stage", "reshard_after_forward", "sharding", "expert_parallel", "offload"),
             *("activation_checkpointing", "compile", "threads", "device"),
             *("eval_every", "completions", "early_stop", "profile"),
         }

@@ -63,7 +63,7 @@ def test_bytes_by_kind_add_up_to_the_model_s_at_every_world_size(text: str, thre
         told = three.run(run.members, facts)
         assert len(told) == world
         total = {kind: sum(usage.memory[kind] for usage, _, _ in told.values()) for kind in told[0][0].memory}
-        assert set(total) == {"parameters", "gradients", "optimizer", "padding", "codes", "buffers"}
+        assert set(total) == {"parameters", "gradients", "optimizer", "padding", "codes", "casts", "buffers"}
         assert total["codes"] == 0, "nothing is gathered in FP8"
         assert total["parameters"] == total["gradients"] == 4 * numel
         assert total["optimizer"] == 8 * numel + 4 * len(shapes) * world, "two states, and a step count on every rank"
