@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,11 +17,19 @@ from tests.fsdp.units import unit_of
 from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray.compat.distributed import all_gather_many
 from vescale_ray.compat.fsdp import AllGather
+from vescale_ray.dbuffer import KeptShard
 from vescale_ray.fsdp import Sharding, fully_shard
 from vescale_ray.fsdp.buffers.freed import EVERYWHERE, FreedMemory
 from vescale_ray.fsdp.buffers.memory import Pool
+from vescale_ray.fsdp.communication import comm
+from vescale_ray.fsdp.groups.master_shard import MasterShard
+from vescale_ray.fsdp.layouts.code_parts import CodeParts
+from vescale_ray.fsdp.layouts.wire import CodeWire
 from vescale_ray.geometry import Block
-from vescale_ray.planner import plan_layout, unit_plan
+from vescale_ray.planner import TensorSpec, plan_layout, unit_plan
+from vescale_ray.quantization import Fp8Block
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -244,3 +254,36 @@ def test_a_stream_waits_only_for_the_last_use_of_its_own_memory():
     everything = Stream("all")
     freed.reuse(EVERYWHERE, everything)
     assert everything.clock == {"reduce": 1}
+
+
+def test_temporaries_wait_for_earlier_users_and_later_ones_wait():
+    freed, reduce, lane, compute = FreedMemory(), Stream("reduce"), Stream("gather"), Stream("compute")
+    freed.add((0, 100), reduce.record_event())
+    with freed.borrowed(lane):
+        assert lane.clock == {"reduce": 1}
+    freed.reuse((0, 50), compute)
+    assert compute.clock == {"reduce": 1, "gather": 1}
+    with FreedMemory().borrowed(None):
+        pass  # on the CPU there is no stream
+
+
+@pytest.mark.parametrize("how", ["from the host", "cut tiles"])
+def test_temporaries_of_a_second_all_gather_wait_for_memory(streams, monkeypatch, how):
+    """torch casts a shard from the host in memory that it allocates on the lane, and so are the largest magnitudes in cut tiles."""
+    monkeypatch.setattr(MasterShard, "_largest_of_ranks", lambda self, mine, lane, name: mine)
+    form, spec = Fp8Block(32, 32), TensorSpec("w", (64, 64), Block.rows(1), torch.float8_e4m3fn)
+    layout = plan_layout([spec], 3)
+    parts, kept = CodeParts(layout, {"w": form}), layout.kept(0)
+    wire = CodeWire(parts, 0) if how == "cut tiles" else SimpleNamespace(keeps_cast=False)
+    master = MasterShard(SimpleNamespace(device=CPU), None, wire, [], KeptShard(kept, torch.ones(kept.numel)), pinned=False)
+    if how == "cut tiles":
+        part = torch.empty(parts.part_bytes, dtype=torch.uint8)
+    else:
+        part = torch.empty(kept.numel, dtype=torch.bfloat16, device="meta")
+    lane = comm.Lane(CPU)
+    pool, reduce = Pool(CPU, lane), Stream("reduce")
+    master.cast_to(part, (0,), lane, pool, "w")
+    pool.freed.add((0, 100), reduce.record_event())
+    master.cast_to(part, (0,), lane, pool, "w")
+    assert lane.stream.clock["reduce"] == 1
+    assert streams().current.name == "compute"

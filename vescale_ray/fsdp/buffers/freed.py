@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 EVERYWHERE = (0, 1 << 64)
@@ -35,3 +37,13 @@ class FreedMemory:
             if not (start <= first and last <= end or event.query()):
                 later.append(((first, last), event))
         self._ranges = later
+
+    @contextmanager
+    def borrowed(self, stream: Any) -> Iterator[None]:
+        """Let operations on ``stream`` get some of this memory from the allocator inside the block, for temporaries. They wait for the last
+        use of all addresses, and later users wait for them. ``stream``: None on the CPU."""
+        for _, event in self._ranges:
+            stream.wait_event(event)
+        self._ranges = [(addresses, event) for addresses, event in self._ranges if not event.query()]
+        yield
+        self.add(EVERYWHERE, None if stream is None else stream.record_event())

@@ -5,7 +5,7 @@ gathered again. So a unit must gather into the *same* storage each time. Units c
 of them at once. Therefore every group has its own :class:`Buffer`, whose storage and addresses live as long as the model. Only its memory
 is freed and allocated again:
 
-- On an accelerator the memory comes from torch's caching allocator on the gather stream, and returns there on reshard. Nothing else is
+- On an accelerator the memory comes from torch's caching allocator on the gather stream, and returns there on reshard. Little else is
   allocated on that stream, so the next buffer of the same size gets the same block. An event of its last use, instead of
   ``record_stream``, tells when it may be overwritten (``freed.py``). Gradient buffers come from there, too. Their memory returns when the
   reduce-scatter has started (:meth:`Pool.lend`): its next user waits for the end. The root's buffers live for a whole step and have other

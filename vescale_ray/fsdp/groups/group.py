@@ -227,7 +227,7 @@ class ParameterGroup:
             if part is None and self.casts:
                 numel = out.numel() // self.place.world
                 own = out[self.place.rank * numel : (self.place.rank + 1) * numel]
-                part = self.master.cast_to(own, version, lane, self.name)
+                part = self.master.cast_to(own, version, lane, self.gathered.pool, self.name)
         if self.alone:
             self.gathered.follow(lane.mark())
         else:

@@ -144,10 +144,8 @@ class HookedGroup(ParameterGroup):
     def _start_gather(self, lane: comm.Lane, together: comm.Together) -> None:
         assert self.gathered.pool is not None
         agree(f"all-gather of {self.name!r}", self.place.shard_group, self.place.device)
-        if lane.stream is not None:
-            self.gathered.pool.freed.reuse(EVERYWHERE, lane.stream)
         sent: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with torch.no_grad(), lane.context(), span("all_gather", self.fqn):
+        with torch.no_grad(), lane.context(), self.gathered.pool.freed.borrowed(lane.stream), span("all_gather", self.fqn):
             for param, gathered in zip(self.params, self._tensors, strict=True):
                 inputs = self._before(param, gathered)
                 gathered.receive(inputs, self.place.world)

@@ -6,6 +6,7 @@ The sharded parameters are views of it. The all-gather sends it, or its cast to 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_ray.dbuffer import KeptShard
 from vescale_ray.dtensor.ragged_dtensor import distribute_tensor
+from vescale_ray.fsdp.buffers.memory import Pool
 from vescale_ray.fsdp.communication.comm import Lane, largest_of_ranks
 from vescale_ray.fsdp.layouts.division import Division
 from vescale_ray.fsdp.layouts.group_parameter import GroupParam, Place, is_view_of, local_of, sharded_parameter
@@ -42,11 +44,11 @@ class MasterShard:
         """Return this rank's elements of a parameter."""
         return self._memory.tensor(name).view(self.division.local_shape(name))
 
-    def cast_to(self, part: torch.Tensor, version: tuple[int, ...], lane: Lane, name: str) -> torch.Tensor:
+    def cast_to(self, part: torch.Tensor, version: tuple[int, ...], lane: Lane, pool: Pool | None, name: str) -> torch.Tensor:
         """Copy the shard, on ``lane``, to ``part``, this rank's part of the all-gather's result, and return ``part``; return the kept cast
         if there is one. ``version``: version of the sharded parameters. If it has changed, the lane waits for the current stream's writes
         to them, and FP8 codes and kept casts are computed again. Ranks that share tiles compute them in each all-gather, together.
-        ``name``: name of the group.
+        ``pool``: the pool of the lane. ``name``: name of the group.
         """
         stepped = self._cast_of is None or self._cast_of[:-1] != version
         # The flat buffer's own counter also counts writes to local tensors.
@@ -54,9 +56,12 @@ class MasterShard:
         changed = self._cast_of != version
         if changed:
             lane.after_current()
-        with torch.no_grad(), lane.context():
+        renews = isinstance(self.wire, CodeWire) and (changed or self.wire.cuts_tiles)
+        # Largest magnitudes, a new kept cast, and a shard that torch casts on its way from the host need memory.
+        borrows = renews or part.device != self.flat.device or (changed and self.wire.keeps_cast)
+        with torch.no_grad(), lane.context(), pool.freed.borrowed(lane.stream) if pool is not None and borrows else nullcontext():
             if isinstance(self.wire, CodeWire):
-                if changed or self.wire.cuts_tiles:  # a write to one rank's shard must not make that rank alone wait for the others
+                if renews:  # a write to one rank's shard must not make that rank alone wait for the others
                     check = stepped or self.place.device.type == "cpu"
                     self.wire.renew(self._memory, lambda mine: self._largest_of_ranks(mine, lane, name), check=check)
                 self.wire.write(part, non_blocking=self._pinned)
