@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from tests.ranks import on_processes, on_threads, run_gloo, run_threads
 from vescale_ray import fully_shard
 from vescale_ray.fsdp import OrderError, set_debug
 from vescale_ray.fsdp.groups import uses
+from vescale_ray.fsdp.groups.delivery import Use
 from vescale_ray.optim import Flat, clip_grad_norm_
 
 WIDTH, EXPERTS, STEPS = 6, 4, 4
@@ -451,3 +455,15 @@ def test_parameters_may_be_frozen_and_trained_again_alike(rank: int, world: int)
         for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None)
             assert q.grad is None or torch.allclose(whole(p.grad), q.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_a_device_gets_the_uses_from_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the host would wait for all reductions. The meta device stands for an accelerator."""
+    locked: list[list[int]] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: locked.append(self.tolist()) or self)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    group: Any = mock.Mock(place=SimpleNamespace(device=torch.device("meta")))
+    question, lane = uses._Question(), SimpleNamespace(context=nullcontext, stream=object())
+    question.groups, question._own = {group: None}, [Use.USED, Use.FROZEN]
+    question._send(None, lane)  # type: ignore[arg-type]
+    assert locked == [[1, 2]] and question._bytes is not None and question._bytes.is_meta

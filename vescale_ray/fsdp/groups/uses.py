@@ -185,10 +185,12 @@ class _Question:
         # Modes that count, record or fake a step's operations must not see this one.
         with lane.context(), disable_current_modes(), wait_notes.counted("all_reduce"):
             if self._bytes is None:
-                made = None
                 if all(use == Use.USED for use in self._own):  # needs no copy from the host
-                    made = torch.ones(len(self._own), dtype=torch.uint8, device=device)
-                self._bytes = torch.tensor(self._own, dtype=torch.uint8, device=device) if made is None else made
+                    self._bytes = torch.ones(len(self._own), dtype=torch.uint8, device=device)
+                else:
+                    host = torch.tensor(self._own, dtype=torch.uint8)
+                    # A copy from memory that is not page-locked would wait for all reductions on the lane.
+                    self._bytes = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
             with gloo.unrecorded() if lane.stream is None else nullcontext():
                 work = dist.all_reduce(self._bytes, op=dist.ReduceOp.MAX, group=group, async_op=lane.stream is None)
         if work is not None:
