@@ -253,6 +253,27 @@ def test_gpu_operands_have_the_layout_that_cublaslt_demands(m: int, n: int, k: i
         close(_on_hopper(for_gpu(rows), for_gpu(other), torch.float32), values_of(rows) @ values_of(other).t())
 
 
+@pytest.mark.parametrize("mx", [False, True])
+def test_compiled_graphs_hold_products_as_one_operation(mx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own operation does not compile for smaller last blocks, nor for the products of a weight gradient and of MX operands."""
+    graphs: list[str] = []
+
+    def backend(module: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(str(module.graph))
+        return module.forward
+
+    form, multiplied = Fp8Block(scales="power_of_two"), multiply_mx if mx else _on_hopper
+    rows = for_gpu(operand(wild(7, 200), form, tiles=False))
+    others = [for_gpu(operand(wild(300, 200), form, tiles=tiles)) for tiles in (True, False)]
+    compiled = torch.compile(lambda a, b: multiplied(a, b, torch.bfloat16), backend=backend, fullgraph=True)
+    monkeypatch.setattr(F, "scaled_mm", mx_cublaslt if mx else cublaslt)
+    for other in others:
+        assert torch.equal(compiled(rows, other), multiplied(rows, other, torch.bfloat16))
+    assert len(graphs) == 2 and all("fp8_product" in graph for graph in graphs)
+    compiled = torch.compile(lambda a, b: multiplied(a, b, torch.bfloat16), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(rows, others[0]), multiplied(rows, others[0], torch.bfloat16))
+
+
 def mx_cublaslt(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 
 from vescale_ray.quantization.fp8 import Fp8Block, form_given
 from vescale_ray.quantization.operands import SIDE, GpuOperand, Operand, for_gpu, operands
 from vescale_ray.quantization.products_mx import GROUP, multiply_mx
+from vescale_ray.quantization.scaled_mm import scaled_product
 
 _HOPPER, _BLACKWELL = (9, 0), (10, 0)
 """Compute capabilities."""
@@ -183,7 +183,5 @@ def _emulated(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
 
 def _on_hopper(a: GpuOperand, b: GpuOperand, dtype: torch.dtype) -> Tensor:
     """Multiply blocks of 128 elements."""
-    one = F.ScalingType.BlockWise1x128
-    tile = F.ScalingType.BlockWise128x128
-    out = F.scaled_mm(a.codes, b.codes.t(), a.scales, tile if a.tiles else one, b.scales, tile if b.tiles else one, output_dtype=dtype)
+    out = scaled_product(a.codes, b.codes, a.scales, b.scales, [a.tiles, b.tiles], False, dtype)
     return out[: a.rows, : b.rows]

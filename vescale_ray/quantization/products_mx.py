@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vescale_ray.quantization.operands import SIDE, GpuOperand, Operand
+from vescale_ray.quantization.scaled_mm import scaled_product
 
 GROUP = 32
 """Elements that share a scale."""
@@ -23,8 +24,7 @@ _LANES, _QUARTERS, _COLUMNS = 32, 4, 4
 def multiply_mx(a: Operand | GpuOperand, b: Operand | GpuOperand, dtype: torch.dtype) -> Tensor:
     """Return ``a @ b.T`` in ``dtype``. Scales are powers of two, of a multiple of 32 columns."""
     (left, left_scales), (right, right_scales) = mx_operand(a), mx_operand(b)
-    kind, order = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
-    out = F.scaled_mm(left, right.t(), left_scales, kind, right_scales, kind, order, order, output_dtype=dtype)
+    out = scaled_product(left, right, left_scales, right_scales, [False, False], True, dtype)
     return out[: _rows(a), : _rows(b)]
 
 
