@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.workers.fleet import Fleet, State
@@ -21,7 +22,7 @@ from vescale_ray import gloo
 from vescale_ray.config import RunConfig
 from vescale_ray.workers.building.compile_ahead import calls_of, compile_units
 from vescale_ray.workers.building.model_building import Blank, NextModel, build_model
-from vescale_ray.workers.building.unit_forward import UnitCompiler
+from vescale_ray.workers.building.unit_forward import KEPT, UnitCompiler, recomputed
 from vescale_ray.workers.messages import StepRecord
 from vescale_ray.workers.network import process_groups
 from vescale_ray.workers.trainer import Trainer
@@ -107,6 +108,28 @@ def test_recomputed_units_train_to_the_same_bits_and_names(text: str, changes: d
     assert products["full"] - products["none"] == 2 * 2 * 2 * (7 if changes == WIDE else 6)
     assert products["selective"] == products["none"] > 0
     assert roots["full"] - roots["none"] == 2 * 2 * 2 * 2 == roots["selective"] - roots["none"]
+
+
+def test_selective_checkpointing_keeps_products_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU computes them with operations of their own. Here one is called as in a compiled graph."""
+    calls: list[torch.dtype] = []
+
+    def scaled_mm(*_: Any, output_dtype: torch.dtype) -> Tensor:
+        calls.append(output_dtype)
+        return torch.ones(16, 16, dtype=output_dtype)
+
+    def forward(x: Tensor) -> Tensor:
+        codes, scales = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
+        product = torch.ops.vescale_ray.fp8_product(codes, codes, scales, scales, [False, False], False, torch.float32)
+        out: Tensor = (x * product).sin()
+        return out
+
+    monkeypatch.setattr(F, "scaled_mm", scaled_mm)
+    for selective, expected in ((True, 1), (False, 2)):
+        calls.clear()
+        recomputed(forward, selective=selective)(torch.ones(16, 16, requires_grad=True)).sum().backward()
+        assert len(calls) == expected
+    assert torch.ops.aten._scaled_mm_v2.default in KEPT
 
 
 # ------------------------------------------------------------------------------------------------------------- compilation

@@ -38,3 +38,5 @@ def _empty(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor, tiles: list
 
 
 torch.library.custom_op("vescale_ray::fp8_product", _product, mutates_args=()).register_fake(_empty)
+OPERATIONS = [torch.ops.aten._scaled_mm_v2.default, torch.ops.vescale_ray.fp8_product.default]
+"""Operations that compute products: torch's own, and that of compiled graphs."""

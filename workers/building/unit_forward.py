@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from vescale_ray.errors import BadInput, one_line
+from vescale_ray.quantization import scaled_mm
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
@@ -31,6 +32,7 @@ KEPT: list[Any] = [
     torch.ops.aten.bmm.default,
     torch.ops.aten.baddbmm.default,
     torch.ops.aten._grouped_mm.default,
+    *scaled_mm.OPERATIONS,
     torch.ops.aten.convolution.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
