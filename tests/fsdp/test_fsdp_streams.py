@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -274,8 +275,10 @@ def test_temporaries_of_a_second_all_gather_wait_for_memory(streams, monkeypatch
     form, spec = Fp8Block(32, 32), TensorSpec("w", (64, 64), Block.rows(1), torch.float8_e4m3fn)
     layout = plan_layout([spec], 3)
     parts, kept = CodeParts(layout, {"w": form}), layout.kept(0)
-    wire = CodeWire(parts, 0) if how == "cut tiles" else SimpleNamespace(keeps_cast=False)
-    master = MasterShard(SimpleNamespace(device=CPU), None, wire, [], KeptShard(kept, torch.ones(kept.numel)), pinned=False)
+    wire: Any = CodeWire(parts, 0) if how == "cut tiles" else SimpleNamespace(keeps_cast=False)
+    place: Any = SimpleNamespace(device=CPU)
+    division: Any = None
+    master = MasterShard(place, division, wire, [], KeptShard(kept, torch.ones(kept.numel)), pinned=False)
     if how == "cut tiles":
         part = torch.empty(parts.part_bytes, dtype=torch.uint8)
     else:
