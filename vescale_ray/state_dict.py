@@ -276,10 +276,9 @@ def _refuse(options: StateDictOptions, what: str, missing: list[str], unexpected
                 "model": "rename its entries, as the model calls them",
                 "optimizer": "give one that names parameters, as get_optimizer_state_dict() returns it",
             }[what if unexpected else ""]
-        raise ValueError(
-            f"the {what} state dict lacks {missing[:5]}{'..' if len(missing) > 5 else ''} and has {unexpected[:5]}"
-            f"{'..' if len(unexpected) > 5 else ''} that the {what} doesn't know; {how}"
-        )
+        lacks, has = (f"{names[:5]}{'..' if len(names) > 5 else ''}" for names in (missing, unexpected))
+        faults = [f"lacks {lacks}"] * bool(missing) + [f"has {has} that the {what} doesn't know"] * bool(unexpected)
+        raise ValueError(f"the {what} state dict {' and '.join(faults)}; {how}")
 
 
 def _check(pairs: dict[str, tuple[Any, Any]]) -> None:

@@ -345,7 +345,7 @@ CALLS: dict[str, Case] = {
         lambda m: inferring(fully_shard(m)),
     ),
     "offload_policy: True": argument(
-        TypeError, "offload_policy must be a OffloadPolicy", "CPUOffloadPolicy()", offload_policy=True, right=CPUOffloadPolicy()
+        TypeError, "offload_policy must be an OffloadPolicy", "CPUOffloadPolicy()", offload_policy=True, right=CPUOffloadPolicy()
     ),
     "ignored_params: names": argument(
         TypeError, "ignored_params holds 'head.weight'", "the parameters themselves", ignored_params=["head.weight"]

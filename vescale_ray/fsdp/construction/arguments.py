@@ -88,7 +88,8 @@ class Arguments:
 def check_type(name: str, value: Any, wanted: type, example: str) -> None:
     """Raise TypeError unless the argument ``name`` is a ``wanted``; the message shows ``example``."""
     if not isinstance(value, wanted):
-        raise TypeError(f"{name} must be a {wanted.__name__}, such as {example}, not {_shown(value)}")
+        article = "an" if wanted.__name__[0] in "AEIO" else "a"
+        raise TypeError(f"{name} must be {article} {wanted.__name__}, such as {example}, not {_shown(value)}")
 
 
 def check_flag(name: str, value: Any) -> bool:
