@@ -424,3 +424,8 @@ def test_hook_that_is_never_called_causes_a_warning(rank: int, world: int) -> No
     with pytest.warns(UserWarning, match=r"'head.weight' has a hook of register_hook\(\), which got this rank's own gradient"):
         loss.backward()
     assert called[1:] == ["gathered", "after True"]
+    loss = ours(batch()).sum()
+    ours.layers[0].weight.register_post_accumulate_grad_hook(lambda p: called.append(f"no gradient: {p.grad is None}"))
+    with pytest.warns(UserWarning, match=r"'layers.0.weight' has a hook of .*, which found no .grad, since it is on the gathered"):
+        loss.backward()
+    assert "no gradient: True" in called

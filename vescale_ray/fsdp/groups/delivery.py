@@ -159,11 +159,16 @@ class Delivery:
             param = self.params[index]
             sharded, gathered = param.sharded, param.unsharded
             local = gathered is not None and bool(gathered._backward_hooks)
-            if sharded._backward_hooks or local:
-                what = "which got this rank's own gradient, since it was gathered" if local else "which sharded parameters do not call"
+            late = gathered is not None and len(getattr(gathered, "_post_accumulate_grad_hooks", None) or ()) > 1  # one is the engine's
+            if sharded._backward_hooks or local or late:
+                what = "register_hook(), which sharded parameters do not call"
+                if local:
+                    what = "register_hook(), which got this rank's own gradient, since it was gathered"
+                elif late:
+                    what = "register_post_accumulate_grad_hook(), which found no .grad, since it is on the gathered parameter"
                 warnings.warn(
-                    f"parameter {param.fqn!r} has a hook of register_hook(), {what}: use register_post_accumulate_grad_hook() on the "
-                    f"sharded parameter, whose hooks get it with its gradient",
+                    f"parameter {param.fqn!r} has a hook of {what}: call register_post_accumulate_grad_hook() on the sharded parameter, "
+                    f"before a forward or after a backward; these hooks get it with its gradient",
                     UserWarning,
                     stacklevel=2,
                 )
