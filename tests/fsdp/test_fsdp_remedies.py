@@ -198,7 +198,7 @@ def test_parameter_of_another_shape_is_refused(rank: int, world: int) -> None:
     """The sentences of torch and of the ragged tensor name both shapes. The model still trains."""
     ours, alone = sharded(layers()), layers()
     with pytest.raises(
-        ValueError, match=r"can't set \.data of parameter 'weight' \(a ragged .* to a Tensor of shape \(3, 8\): give a DTensor of its"
+        ValueError, match=r"can't set \.data of parameter '0.weight' \(a ragged .* to a Tensor of shape \(3, 8\): give a DTensor of its"
     ):
         ours[0].weight.data = torch.zeros(3, 8)
     for assign in (True, False):
@@ -326,6 +326,8 @@ def test_plain_shards_of_another_rank_are_not_loaded(rank: int, world: int) -> N
 @on_threads(2)
 def test_a_sharded_parameter_outside_its_forward_is_named(rank: int, world: int) -> None:
     ours, alone, x = sharded(layers()), layers(), torch.ones(2, 8)
+    with pytest.raises(ValueError, match=r"parameter '0.weight' is sharded"):
+        _ = x @ ours[0].weight.t()
     ours(x).sum().backward()
     named = r"parameter '1.(weight|bias)' is sharded, since this is not the forward of its .* unshard\(\)"
     for use in (lambda: ours.forward(x), lambda: ours[1](x), lambda: x @ ours[1].weight.t(), lambda: x * ours[1].bias):
@@ -340,6 +342,22 @@ def test_a_sharded_parameter_outside_its_forward_is_named(rank: int, world: int)
     ours.reshard()
     torch.testing.assert_close((distribute_like(x[:1], ours[1].bias) * ours[1].bias).full_tensor(), x[:1] * alone[1].bias)
     trains_as(ours, alone, x)
+
+
+@on_threads(2)
+def test_a_parametrization_is_removed_before_sharding(rank: int, world: int) -> None:
+    def model() -> Any:
+        made = layers()
+        parametrize.register_parametrization(made[0], "weight", Scaled())
+        return made
+
+    wrong, right, alone = fully_shard(model()), model(), model()
+    parametrize.remove_parametrizations(wrong[0], "weight")
+    with pytest.raises(ValueError, match=r"'0.weight' was made of its parametrization after .* remove parametrizations before"):
+        wrong(torch.ones(2, 8))
+    for made in (right, alone):
+        parametrize.remove_parametrizations(made[0], "weight")
+    trains_as(fully_shard(right), alone, torch.ones(2, 8))
 
 
 def distribute_like(whole: torch.Tensor, p: Any) -> Any:

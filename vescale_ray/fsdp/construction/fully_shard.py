@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -31,14 +32,14 @@ from vescale_ray.fsdp.construction.data_parallel import data_parallel_ranks
 from vescale_ray.fsdp.construction.grouping import plan_groups
 from vescale_ray.fsdp.groups.group import ParameterGroup
 from vescale_ray.fsdp.groups.hooked import HookedGroup
-from vescale_ray.fsdp.layouts.group_parameter import REPLACED, GroupPlan, OriginalParameter
+from vescale_ray.fsdp.layouts.group_parameter import REPLACED, GroupParam, GroupPlan, OriginalParameter
 from vescale_ray.fsdp.layouts.phases import Phase, PhaseError
 from vescale_ray.fsdp.layouts.sharding import Sharding, ShardingPlan
 from vescale_ray.fsdp.surface.module import FSDPModule, sharded_class
 from vescale_ray.fsdp.surface.state_dict_hooks import watch_state_dicts
 from vescale_ray.fsdp.surface.torch_state import leave_state, state_of
 from vescale_ray.fsdp.units.arrivals import listen
-from vescale_ray.fsdp.units.forward_checks import check_ignored, remember_parameters
+from vescale_ray.fsdp.units.forward_checks import check_ignored, name_parameters, remember_parameters
 from vescale_ray.fsdp.units.marks import watch_modules
 from vescale_ray.fsdp.units.module_path import described
 from vescale_ray.fsdp.units.schedule import Schedule, unit_of
@@ -174,33 +175,48 @@ def _build(
         group.install()
     sources = [source for plan in plans for source in plan.sources]
     _warn_of_gradients(sources)
+    params = {param.name: param for group in groups for param in group.params}
     for source in sources:
         # The model no longer uses the original. The mark lets optimizers and tied modules that still hold it raise a clear error.
         source.param.__dict__[REPLACED] = source.name
         if source.param.requires_grad:
-            source.param.register_post_accumulate_grad_hook(functools.partial(_refuse_gradient, source.name))
+            sharded = weakref.ref(params[source.name])
+            source.param.register_post_accumulate_grad_hook(functools.partial(_refuse_gradient, sharded, source.name))
 
     inside = {id(param) for root in roots for param in root.parameters()}
     ignored = {param: id(param) in inside for param in given.ignored_params}
     options = UnitOptions(given.resharding(axes.mesh)[0], hold_gradients=axes.hold, ignored=ignored)
     unit = Unit(roots, groups, given.mp_policy, options, device, Schedule.start)
     listen(unit)
-    for root, sharded in zip(roots, classes, strict=True):
+    for root, cls in zip(roots, classes, strict=True):
         root.__dict__["_vescale_unit"] = unit
         leave_state(root, unit)
-        root.__class__ = sharded  # type: ignore[assignment]
+        root.__class__ = cls  # type: ignore[assignment]
     watch_modules(unit, managed)
     remember_parameters(managed, given.ignored_params)
     for one in managed:
         one._is_fsdp_managed_module = True  # type: ignore[assignment]  # torch.compile looks for this
         one._fsdp_use_orig_params = True  # type: ignore[assignment]
     watch_state_dicts(unit)
+    if len(roots) == 1:
+        _name_parameters_below(roots[0])
 
 
-def _refuse_gradient(fqn: str, _param: torch.Tensor) -> None:
+def _name_parameters_below(root: nn.Module) -> None:
+    """Give parameters of units below ``root`` their names in ``root``, for errors before its first forward. So far they have those in
+    their unit."""
+    fqns = {id(module): fqn for fqn, module in root.named_modules()}
+    for unit in {unit for module in root.modules() if (unit := unit_of(module)) is not None and unit.schedule is None}:
+        for group in unit.groups:
+            name_parameters(group, fqns)
+
+
+def _refuse_gradient(sharded: weakref.ref[GroupParam], name: str, _param: torch.Tensor) -> None:
+    param = sharded()
     raise RuntimeError(
-        f"the original of parameter {fqn!r} got a gradient, but fully_shard has replaced it: a list, a closure or another model still "
-        f"holds it, with values that never change. Read the parameter from its module, or fill the list after fully_shard"
+        f"the original of parameter {name if param is None else param.fqn!r} got a gradient, but fully_shard has replaced it: a list, a "
+        f"closure or another model still holds it, with values that never change. Read the parameter from its module, or fill the list "
+        f"after fully_shard"
     )
 
 

@@ -111,13 +111,17 @@ def check_parameters(units: Sequence[Unit], root: nn.Module) -> list[nn.Module]:
         names = attributes.get(_NAMES, ())
         for name, added in attributes["_parameters"].items():
             if name not in names and added is not None and added.requires_grad:
-                where = next((fqn for fqn, one in root.named_modules() if one is module), "")
+                where = next((f"{fqn}." for fqn, one in root.named_modules() if one is module and fqn), "")
                 alone = own is None and not names and type(module).forward is not nn.Module.forward  # a list of parameters has none
                 holder = f"the {type(module).__name__} that holds it" if alone else "a module of its own whose forward uses it"
-                raise ValueError(
-                    f"parameter {f'{where}.{name}' if where else name!r} was added to the model after fully_shard, so each rank would "
-                    f"train it alone: add it before fully_shard, or apply fully_shard to {holder}"
+                how = (
+                    f"added to the model after fully_shard, so each rank would train it alone: add it before fully_shard, or apply "
+                    f"fully_shard to {holder}"
                 )
+                originals = f"{where}parametrizations.{name}."
+                if any(param.fqn.startswith(originals) for unit in units for group in unit.groups for param in group.params):
+                    how = "made of its parametrization after fully_shard, which still manages the originals: remove parametrizations before"
+                raise ValueError(f"parameter {where + name!r} was {how}")
         children = attributes["_modules"]
         if children:
             stack.extend(child for child in children.values() if child is not None)
@@ -245,8 +249,9 @@ def name_parameters(group: ParameterGroup, fqns: dict[int, str]) -> None:
     """Give the group's parameters their full names. ``fqns``: the modules' names, by ``id``."""
     for param in group.params:
         module, attribute = param.owners[0][0](), param.owners[0][1]
-        prefix = fqns.get(id(module), "")
-        param.fqn = f"{prefix}.{attribute}" if prefix else attribute
+        if module is not None:  # if it has left the model, the parameter keeps the name it had
+            prefix = fqns.get(id(module), "")
+            param.fqn = f"{prefix}.{attribute}" if prefix else attribute
     if isinstance(group.gathered.wire, CodeWire):
         group.gathered.wire.fqns = {param.name: param.fqn for param in group.params}
 
