@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -358,6 +359,23 @@ def test_a_parametrization_is_removed_before_sharding(rank: int, world: int) -> 
     for made in (right, alone):
         parametrize.remove_parametrizations(made[0], "weight")
     trains_as(fully_shard(right), alone, torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+@on_processes(lambda mesh_shape: math.prod(mesh_shape))
+def test_whole_parameter_gets_the_mean_gradient_of_the_ranks(rank: int, world: int, mesh_shape: tuple[int, ...]) -> None:
+    """Each rank computes with its own data, as the head of a loss does."""
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
+    ours, alone, x = sharded(layers(), mesh=mesh), layers(), torch.arange(8.0 * world).reshape(world, 8) / 64
+    p, replicated = ours[1].weight, [Replicate()] * mesh.ndim
+    for whole in (p.full_tensor, p.double().full_tensor, p.redistribute(placements=replicated).to_local):
+        ours.zero_grad()
+        alone.zero_grad()
+        weight = whole()
+        (ours(x[rank : rank + 1]).to(weight.dtype) @ weight.t()).square().mean().backward()
+        (alone(x) @ alone[1].weight.t()).square().mean().backward()
+        for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(full(p.grad), q.grad)
 
 
 def distribute_like(whole: torch.Tensor, p: Any) -> Any:

@@ -13,11 +13,13 @@ from typing import Any, ClassVar, NoReturn, cast
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement
 
 from vescale_ray.compat.core import (
     DispatchKey,
+    FakeTensor,
     ForceDispatchKeyGuard,
+    FunctionalTensor,
     dispatch_tls_local_exclude_set,
     dispatch_tls_local_include_set,
     run_as_is,
@@ -165,7 +167,8 @@ class RaggedAwareDTensor(DTensor):
         """Return this rank's part, or its contribution to a pending reduction. It shares memory and is differentiable.
 
         Args:
-            grad_placements: placements of the result's gradient; None: the tensor's own (as in DTensor.to_local).
+            grad_placements: placements of the result's gradient. None: the tensor's own (as in DTensor.to_local), but for a whole parameter
+                of ``fully_shard`` the mean of the ranks' gradients, since each rank may compute on its own data.
         """
         self._local_tensor = arrived(self._local_tensor)
         if not torch.is_grad_enabled():
@@ -174,12 +177,18 @@ class RaggedAwareDTensor(DTensor):
             if caller is distribute_tensors.__code__ and isinstance(self, Classes.ragged):
                 return self  # set_model_state_dict writes the whole tensor to the result, of which copy_() takes this rank's part
             return self._local_tensor
+        if grad_placements is None and all(one.is_replicate() for one in self.placements) and _comes_from_parameter(self):
+            grad_placements = [Partial("avg")] * len(self.placements)
         return cast(Tensor, ToLocal.apply(self, None if grad_placements is None else tuple(grad_placements)))
 
     @run_as_is
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """Return the whole tensor as a plain one, by one collective; differentiable."""
-        if grad_placements is None:
+        """Return the whole tensor as a plain one, by one collective; differentiable.
+
+        Args:
+            grad_placements: as in :meth:`to_local`.
+        """
+        if grad_placements is None and not _comes_from_parameter(self):
             return whole_of(self)
         return self.redistribute(placements=replicated(self.device_mesh)).to_local(grad_placements=grad_placements)
 
@@ -257,6 +266,19 @@ class RaggedAwareDTensor(DTensor):
         if placements is None:
             raise ValueError("redistribute needs placements, such as redistribute(placements=[Replicate()])")
         return redistributed(self, placements, async_op, forward_dtype, backward_dtype)
+
+
+def _comes_from_parameter(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is a sharded parameter of ``fully_shard``, or was computed from one alone, and gets a gradient."""
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return False
+    if isinstance(tensor._local_tensor, FakeTensor | FunctionalTensor):  # type: ignore[attr-defined]
+        return True  # tensors of a trace have no marks; if every rank computes the same, the mean of the gradients is that of each
+    node = tensor.grad_fn
+    while node is not None and not hasattr(node, "variable"):
+        inputs = [function for function, _ in node.next_functions if function is not None]
+        node = inputs[0] if len(inputs) == 1 else None
+    return parameter_name(tensor if node is None else node.variable) is not None
 
 
 def _skips_dispatch() -> bool:

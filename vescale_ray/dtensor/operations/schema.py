@@ -149,9 +149,9 @@ def with_parameter(op: Any, args: Sequence[Any], error: PlainOperandError) -> Va
     return ValueError(
         f"parameter {name!r} is sharded, since this is not the forward of its fully_shard unit, and {op} gets a plain tensor, too: call "
         "the module itself instead of its forward(), shard the module that uses the parameter as the unit that holds it, give a method "
-        "that uses it to register_fsdp_forward_method(), or call unshard() before. To compute with the sharded parameter, give the other "
-        "tensor to vescale_ray.distribute_tensor(), or use the parameter's full_tensor(). Change a module (pruning, parametrizations) "
-        "before fully_shard"
+        "that uses it to register_fsdp_forward_method(), or call unshard() before. To compute with the sharded parameter, use its "
+        "full_tensor(), or give the other tensor, if all ranks have the same, to vescale_ray.distribute_tensor(). Change a module "
+        "(pruning, parametrizations) before fully_shard"
     )
 
 
