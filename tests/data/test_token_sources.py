@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,22 @@ def test_flat_files_lose_no_token_between_blocks(dtype: str, length: int, tmp_pa
     assert samples(dataset(str(tmp_path / "a.bin"), dtype=dtype)) == expected
     np.save(tmp_path / "a.npy", tokens)
     assert samples(dataset(str(tmp_path / "a.npy"))) == expected
+
+
+@pytest.mark.parametrize("source", ["bin", "npy", "arrow"])
+def test_a_file_that_becomes_shorter_meanwhile_does_not_end_the_process(source: str, tmp_path: Path) -> None:
+    """Blocks in memory stay. Others are refused; a read from a mapped file would be a bus error."""
+    tokens, path = np.random.default_rng(0).integers(0, VOCAB, 100_000).astype(np.uint16), tmp_path / f"a.{source}"
+    if source == "arrow":
+        write_ipc(path, pa.array(tokens.reshape(-1, 100).tolist(), pa.list_(pa.uint16())), 400)
+    else:
+        tokens.tofile(path) if source == "bin" else np.save(path, tokens)
+    made = dataset(str(path), least=40_000)
+    first, last = made.batch([4990]), [made.num_samples - 1]
+    os.truncate(path, 5000)
+    assert torch.equal(made.batch([4990])[0], first[0])
+    with pytest.raises(BadInput, match="truncated"):
+        made.batch(last)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])

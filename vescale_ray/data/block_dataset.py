@@ -92,9 +92,10 @@ class BlockDataset:
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(samples)])
         self._heldout = int(int(self._starts[-1]) * heldout)
         if self.num_samples < 1:
+            remedy = skipped.texts[0] if skipped is not None and skipped.texts else "give more data or lower data.seq_len"
             raise BadInput(
                 f"data.corpus = {name}: {self.tokens} tokens in {len(files)} file(s) give no training sample of data.seq_len = {seq_len}; "
-                "give more data or lower data.seq_len"
+                f"{remedy}"
             )
         documents = sum(file.count or 0 for file in files)
         if end_token is not None and documents == self.tokens:
@@ -231,8 +232,8 @@ class BlockDataset:
         return tokens, targets
 
     def _read(self, block: int) -> Tokens:
-        parts = [self._part(file, part) for file, part in self._blocks[block]]
-        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+        # A copy, since parts of Arrow files may be views of a mapped file, which may become shorter.
+        return np.concatenate([self._part(file, part) for file, part in self._blocks[block]])
 
     def _part(self, number: int, part: int) -> Tokens:
         file = self.files[number]

@@ -1,7 +1,7 @@
 """Files of a data set: found by path, folder, glob or URL, and read by ranges of bytes over fsspec.
 
-Local files are mapped into memory where a reader can use that. Every other file system is read by ranges with ``cat_file``, which keeps
-no state between reads and is safe in threads.
+pyarrow maps local files into memory. Every other file system is read by ranges with ``cat_file``, which keeps no state between reads and is
+safe in threads.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 import glob
 import hashlib
 import io
-import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -109,16 +107,6 @@ class DataFile:
     @property
     def is_local(self) -> bool:
         return isinstance(self.fs, LocalFileSystem)
-
-    @cached_property
-    def mapped(self) -> mmap.mmap:
-        """The content of a local file, mapped into memory."""
-        try:
-            file = open(self.path, "rb")
-        except FileNotFoundError:
-            raise gone(self.url) from None
-        with file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def read(self, start: int, end: int) -> bytes:
         """Return the bytes ``[start, end)``.
@@ -307,6 +295,19 @@ def _named_folder(fs: Any, path: str) -> str:
 def is_glob(path: str) -> bool:
     """Return whether the path contains signs of a glob."""
     return bool(_GLOB & set(path))
+
+
+def whole_text(text: str | None, where: str) -> str | None:
+    """Return the text. ``where``: its place, for the message.
+
+    Raises:
+        DamagedData: it holds half of a surrogate pair.
+    """
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as error:
+        raise DamagedData(f"{where}: {error.object[error.start]!a} alone is not a character; remove it") from None
+    return text
 
 
 def reason_of(error: BaseException) -> str:

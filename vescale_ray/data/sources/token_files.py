@@ -106,10 +106,8 @@ class FlatFile:
     def read(self, part: int) -> Tokens:
         begin, count = part * self._step, int(self.counts[part])
         start = self._start + begin * self.itemsize
-        if self.file.is_local:
-            tokens: Tokens = np.frombuffer(self.file.mapped, dtype=self._dtype, count=count, offset=start)
-        else:
-            tokens = np.frombuffer(self.file.read(start, start + count * self.itemsize), dtype=self._dtype)
+        # Not mapped into memory: a file that is written anew meanwhile would end the process (SIGBUS).
+        tokens: Tokens = np.frombuffer(self.file.read(start, start + count * self.itemsize), dtype=self._dtype)
         try:
             check_ids(tokens, self._vocab)
         except BadDocument as error:
