@@ -165,6 +165,17 @@ def test_fields_of_other_rows_of_parquet_are_not_rendered(tmp_path: Path) -> Non
     assert stored(other) == stored(made)
 
 
+@pytest.mark.parametrize("arguments", [{"city": "half \ud83d"}, '{"city": "half \\ud83d"}'], ids=["mapping", "JSON"])
+def test_half_a_character_in_arguments_is_named(tmp_path: Path, arguments: Any) -> None:
+    rows, template = [{"messages": TALK}, calling(arguments)], CALLS.replace("SHOWN", "c.function.arguments | tojson")
+    words = r"(line|row) 2: '\\ud83d' alone is not a character; remove it"
+    with pytest.raises(BadInput, match=words):
+        opened(tmp_path, rows, template)
+    pq.write_table(pa.table({"messages": [json.dumps(row["messages"]) for row in rows]}), tmp_path / "a.parquet")
+    with pytest.raises(BadInput, match=words.replace("2", "1")):
+        dataset(str(tmp_path / "a.parquet"), format="chat", tokenizer=str(tmp_path / "model" / "tokenizer.json"), vocab=None)
+
+
 @pytest.mark.parametrize("arguments", [{"city": "a"}, '{"city": "a"}', "{}"])
 @pytest.mark.parametrize("shown", ["c.function.arguments | tojson", "c.function.arguments + ''", "c.function.arguments.items() | list"])
 def test_arguments_of_calls_are_rendered_as_openai_writes_them(tmp_path: Path, arguments: Any, shown: str) -> None:

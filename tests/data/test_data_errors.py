@@ -177,6 +177,17 @@ def test_lines_that_python_reads_but_nobody_can_use_are_named(tmp_path: Path) ->
         assert words in said and str(path) in said
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1"])
+def test_lines_in_another_encoding_than_utf8_are_named(tmp_path: Path, encoding: str) -> None:
+    path, text = tmp_path / "a.jsonl", '{"text": "naïve words of several"}\n' * 9
+    path.write_bytes(text.encode(encoding))
+    place = "line 1 is not UTF-8; write the file as UTF-8" if encoding == "latin-1" else "is not UTF-8, but as if UTF-16; write it as UTF-8"
+    assert refused(path, vocab=None) == f"{path}: {place}"
+    assert refused(path, vocab=None, damaged="skip").endswith(f"{path}: {place}"), "all of it is left out"
+    path.write_bytes(text.encode("utf-8-sig") * 2)
+    assert dataset(str(path), vocab=None).describe()["documents"] == 18, "each part of joined files may begin with a mark"
+
+
 def test_damaged_headers_and_offsets_are_named(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros(100, np.uint16))
     whole = (tmp_path / "a.npy").read_bytes()
@@ -355,7 +366,7 @@ def test_files_that_are_no_text_are_refused(content: bytes, tmp_path: Path) -> N
     (tmp_path / "more.txt").write_text("some text " * 9)
     for named in (file, tmp_path, [str(file)]):
         said = refused(named, vocab=None)
-        assert f"{file} has zero bytes, so it is not text; give a glob that leaves it out, or set data.format to what it is" in said
+        assert f"{file} has zero bytes, so it is not text; give a glob that leaves it out, write it as UTF-8 if it is UTF-16, or" in said
     assert load_dataset(keys(str(file), vocab=None, format="text")).num_samples > 0, "who says that it is text is believed"
 
 

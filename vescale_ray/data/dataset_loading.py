@@ -224,8 +224,8 @@ def _refuse_binary(spec: str, heads: Iterable[tuple[str, bytes]]) -> None:
     binary = next((path for path, head in heads if b"\0" in head), None)
     if binary is not None:
         raise BadInput(
-            f"data.corpus = {spec}: {binary} has zero bytes, so it is not text; give a glob that leaves it out, or set data.format to what "
-            "it is"
+            f"data.corpus = {spec}: {binary} has zero bytes, so it is not text; give a glob that leaves it out, write it as UTF-8 if it is "
+            "UTF-16, or set data.format to what it is"
         )
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vescale_ray.data.sources.document_files import DocumentFile, JsonLinesFile, ParquetFile, guarded
-from vescale_ray.data.sources.files import DataFile
+from vescale_ray.data.sources.files import DataFile, whole_text
 from vescale_ray.data.text.chat import REMEDY, ChatEncoder, normalized, roles_of
 from vescale_ray.data.text.encoders import Tokens
 from vescale_ray.errors import BadInput
@@ -46,9 +46,9 @@ class _ChatFile(DocumentFile):
             row = normalized(record)
             if row is None:
                 self.foreign_roles |= roles_of(record) - _ROLES
-            return None if row is None else json.dumps(row, ensure_ascii=False)
         except (TypeError, ValueError) as error:
             raise BadInput(f"{self.file.url}: {where}: {error}") from None
+        return whole_text(None if row is None else json.dumps(row, ensure_ascii=False), f"{self.file.url}: {where}")
 
 
 class ChatLinesFile(_ChatFile, JsonLinesFile):

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from vescale_ray.data.order.stream import Ids
-from vescale_ray.data.sources.files import AGAIN, MOST_TEXTS, DamagedData, DataFile, gone, reason_of
+from vescale_ray.data.sources.files import AGAIN, MOST_TEXTS, DamagedData, DataFile, gone, reason_of, whole_text
 from vescale_ray.data.text.encoders import BadDocument, Encoder, IdEncoder, Tokens, plain
 from vescale_ray.errors import BadInput
 
@@ -318,18 +318,15 @@ class JsonLinesFile(LinesFile):
         super().__init__(file, encoder, span, line)
 
     def documents(self, part: int) -> Sequence[pa.Array]:
-        lines, texts, damaged = self.content(part).split(b"\n"), list[str | None](), list[DamagedData]()
-        for number, line in enumerate(lines, self._lines[part] + 1):
+        content, texts, damaged = self.content(part), list[str | None](), list[DamagedData]()
+        if self._places[part] == 0 and b"\0" in content[:4]:
+            raise DamagedData(f"{self.file.url}: is not UTF-8, but as if UTF-16; write it as UTF-8")
+        for number, line in enumerate(content.split(b"\n"), self._lines[part] + 1):
             try:
                 if line.strip():
-                    text = self._text(line, number)
-                    (text or "").encode()
-                    texts.append(text)
+                    texts.append(whole_text(self._text(line, number), f"{self.file.url}: line {number}"))
             except DamagedData as error:
                 damaged.append(error)
-            except UnicodeEncodeError as error:
-                said = f"line {number}: {error.object[error.start]!a} alone is not a character; remove it"
-                damaged.append(DamagedData(f"{self.file.url}: {said}"))
             if damaged and not self.file.skips:
                 raise damaged[0] from None
         self.damaged_lines[part] = len(damaged), [str(error) for error in damaged[:MOST_TEXTS]]
@@ -353,7 +350,9 @@ class JsonLinesFile(LinesFile):
 
     def _record(self, line: bytes, number: int) -> dict[str, Any]:
         try:
-            record = json.loads(line)
+            record = json.loads(line.decode("utf-8-sig"))
+        except UnicodeDecodeError:
+            raise DamagedData(f"{self.file.url}: line {number} is not UTF-8; write the file as UTF-8") from None
         except (ValueError, RecursionError) as error:
             raise DamagedData(f"{self.file.url}: line {number} is not JSON ({reason_of(error)}); write one object a line") from None
         if not isinstance(record, dict):

@@ -232,7 +232,7 @@ class ChatTemplate:
         try:
             texts, spans = self._render([messages], tools=tools, chat_template=self._template(tools), **options, **self._named)
         except Exception as error:
-            raise ValueError(f"the chat template refuses the messages ({_line(error)})") from None
+            raise ValueError(f"the chat template refuses the messages ({_line(error)}); correct them, or the template") from None
         return texts[0], spans[0] if spans else []
 
     def _span(self, text: str, messages: Messages, tools: Any, turn: int) -> Span:
@@ -291,6 +291,9 @@ class ChatEncoder(Encoder):
         for number, text in enumerate(documents.to_pylist()):
             try:
                 made.append(self._encoded(json.loads(text)) if text is not None else made[0])
+            except UnicodeEncodeError as error:  # it was an escape in JSON inside the row
+                said = f"{error.object[error.start]!a} alone is not a character; remove it"
+                raise BadDocument(number, said, is_damage=True) from None
             except ValueError as error:
                 raise BadDocument(number, str(error)) from None
         return np.concatenate(made), np.array([len(one) for one in made[1:]], dtype=np.int64)
@@ -333,6 +336,7 @@ class ChatEncoder(Encoder):
         return ids[: len(ids) - behind]
 
     def _tokenized(self, text: str, special: bool) -> Any:
+        text.encode()
         try:
             return self._tokenizer.encode(text, add_special_tokens=special)
         except Exception as error:  # the package raises no narrower class
