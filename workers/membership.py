@@ -302,8 +302,7 @@ class Membership:
                 self._closing = None
             usage = replace(trainer.usage, memory={**trainer.usage.memory, "copies": self._snapshots.nbytes})
             self._state.publish(Stepped(self._order.ticket, record, time.time(), between, usage), completed=record.step)
-            skipped = (f"data.damaged = skip: left out: {error}" for error in take_errors(trainer.dataset))
-            for problem in (*trainer.take_problems(), *skipped):
+            for problem in (*trainer.take_problems(), *take_errors(trainer.dataset)):
                 self._state.publish(Noticed(self._order.ticket, problem))
             self._outline(trainer)  # a joiner reports its outline only now; earlier the other ranks would have waited for it
             # After the last step, and at a stop, the copies stay: the last checkpoint is made from them.

@@ -95,6 +95,16 @@ def test_a_damaged_row_group_has_no_targets_and_moves_no_sample(tmp_path: Path) 
     assert figures_of(made)["skipped_records"] == 20, "each row group counts once"
 
 
+def test_damage_is_told_in_the_same_words_before_a_run_and_in_it(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "a.parquet")
+    damage_page(tmp_path / "a.parquet", 0)
+    tree = {"run": {"dir": str(tmp_path)}, "data": {"corpus": str(tmp_path / "a.parquet"), "vocab": VOCAB, "damaged": "skip", "seq_len": 8}}
+    _, told = preflight.foresee(parse_config(tree)).warnings[:2]
+    made = dataset(str(tmp_path / "a.parquet"), damaged="skip", least=1)
+    made.batch([0])
+    assert take_errors(made) == [told] and told.startswith("data.corpus: left out: ")
+
+
 def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
     texts = random_texts(np.random.default_rng(0), 90)
     path = write_jsonl(tmp_path / "a.jsonl", texts)

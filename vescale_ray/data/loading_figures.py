@@ -26,8 +26,11 @@ def figures_of(dataset: Any) -> dict[str, int]:
 
 
 def take_errors(dataset: Any) -> list[str]:
-    """Return the errors of data that is left out because it is damaged, since the last call."""
-    return [text for one in _sources(dataset) if one.skipped is not None for text in one.skipped.take()]
+    """Return warnings of data that is left out because it is damaged, since the last call. If the driver has found the damage, too, its
+    warning is the same."""
+    named = zip(getattr(dataset, "names", ("data.corpus",)), getattr(dataset, "sources", (dataset,)), strict=True)
+    found = ((name, one) for name, one in named if isinstance(one, BlockDataset) and one.skipped is not None)
+    return [f"{name}: left out: {text}" for name, one in found for text in one.skipped.take()]
 
 
 def _sources(dataset: Any) -> Iterator[BlockDataset]:
