@@ -79,9 +79,10 @@ class Loggers:
     def step(self, line: Mapping[str, Any]) -> None:
         """Log the line of a step that this start of the run does for the first time."""
         step = int(line["step"])
-        phases = {f"phase_seconds/{name}": value for name, value in _figures(line.get("phase_seconds") or {})}
         figures = {f"train/{name}": value for name, value in _figures(line)}
-        self._put(LoggedFigures(step, step, float(line["time"]), {**figures, **phases}))
+        for group in ("phase_seconds", "data"):
+            figures |= {f"{group}/{name}": value for name, value in _figures(line.get(group) or {})}
+        self._put(LoggedFigures(step, step, float(line["time"]), figures))
 
     def evaluation(self, event: Mapping[str, Any]) -> None:
         """Log an evaluation of the held-out samples and of each set."""

@@ -64,6 +64,7 @@ def line_of(item: Stepped, seconds: float, tokens_per_step: int, bytes_per_token
         "waited_of_seconds": workers.mean_seconds(),
         "memory": dict(enumerate(record.memory)),
         "memory_kinds": workers.largest_memory(),
+        **({"data": told} if (told := workers.loading()) else {}),
     }
 
 

@@ -119,18 +119,27 @@ class WorkerStats:
             "device_memory": self._by_kind({rank: self._usage[rank].device_memory for rank in ranks}),
             "alloc_retries": {rank: self._usage[rank].alloc_retries for rank in ranks if self._usage[rank].device_memory},
             "rank_step_seconds": {rank: self._seconds[rank] for rank in ranks},
-            **self._loading(),
+            **self._data(),
             "heard": {rank: self._heard[rank] for rank in sorted(self._heard)},
             "memory": {rank: self._memory[rank] for rank in sorted(self._memory)},
         }
 
-    def _loading(self) -> dict[str, Any]:
-        """Return the figures of the reading of data: the fewest tokens that wait on a rank, all bytes, and the most that a rank skips."""
+    def loading(self) -> dict[str, int]:
+        """Return the figures of the reading of data: the fewest tokens that wait on a rank, all bytes, and the most that a rank skips.
+
+        Data that is held in memory has none."""
         told = [usage.loading for usage in self._usage.values() if usage.loading]
+        if not told:
+            return {}
+        skipped = {name: max(one[name] for one in told) for name in ("skipped_files", "skipped_records")}
+        return {"waiting_tokens": min(one["waiting_tokens"] for one in told), "read_bytes": self._read_bytes, **skipped}
+
+    def _data(self) -> dict[str, Any]:
+        told = self.loading()
         return {
-            "data_waiting_tokens": min((one["waiting_tokens"] for one in told), default=None),
+            "data_waiting_tokens": told.get("waiting_tokens"),
             "data_read_bytes": self._read_bytes,
-            "data_skipped": {kind: max((one[f"skipped_{kind}"] for one in told), default=0) for kind in ("files", "records")},
+            "data_skipped": {kind: told.get(f"skipped_{kind}", 0) for kind in ("files", "records")},
         }
 
     @staticmethod

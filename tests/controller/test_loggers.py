@@ -27,7 +27,8 @@ def trained(run: Recorded, steps: range, offset: float = 0.0, generation: int = 
     for step in steps:
         record = StepRecord(step - 1, step + offset, 192, (), 1.0, 1e-3, 0.5, 0, 3, generation, (5, 5, 5))
         line = {"step": step, "loss": step + offset, "lr": 1e-3, "grad_norm": float("nan"), "clipped": True, "generation": generation}
-        run.log.record_step({**line, "time": 1e9 + step, "world": 3, "phase_seconds": {"comm": 0.25}, "memory": {0: 5}}, record)
+        groups = {"phase_seconds": {"comm": 0.25}, "data": {"waiting_tokens": 9}, "memory": {0: 5}}
+        run.log.record_step({**line, "time": 1e9 + step, "world": 3, **groups}, record)
 
 
 def evaluated(run: Recorded, step: int) -> None:
@@ -66,6 +67,7 @@ def test_tensorboard_shows_each_step_once_after_going_back(tmp_path: Path) -> No
     assert curve(folder, "train/loss") == [(step, step + 0.25 * (step > 5)) for step in range(1, 13)]
     assert curve(folder, "eval/heldout_loss") == [(0, 0.0), (4, 0.4)]
     assert curve(folder, "phase_seconds/comm") == [(step, 0.25) for step in range(1, 13)]
+    assert curve(folder, "data/waiting_tokens") == [(step, 9.0) for step in range(1, 13)]
     read = EventAccumulator(str(folder))
     read.Reload()
     assert {"train/loss", "train/lr", "train/clipped", "train/world", "eval/heldout_bpb", "eval/wiki_perplexity"} <= set(

@@ -63,6 +63,7 @@ def test_reading_is_summed_over_workers_and_its_bytes_never_fall() -> None:
     told = {"waiting_tokens": 9, "read_bytes": 5, "skipped_files": 1, "skipped_records": 0}
     workers.stepped("c", 0.1, usage(0.0, loading=told))
     assert [fresh(workers)[name] for name in names] == [9, 195, {"files": 1, "records": 0}]
+    assert workers.loading() == {**told, "read_bytes": 195} and WorkerStats().loading() == {}
 
 
 def test_utilisation_is_shown_only_if_all_devices_are_known() -> None:
@@ -111,7 +112,8 @@ def test_bad_steps_are_counted_once_and_known_after_a_restart(run: Recorded) -> 
     wrong: list[dict[str, Any]] = [{}, {"loss": math.nan}, {"grad_norm": math.inf, "skipped": True}, {"clipped": True}, worst, {}]
     for i, changes in enumerate(wrong):
         item = stepped(world, i, begin + i)
-        used = usage(0.05, token_flops=6, peak_flops=1e3)
+        loading = {"waiting_tokens": 9, "read_bytes": 5, "skipped_files": 1, "skipped_records": 0}
+        used = usage(0.05, token_flops=6, peak_flops=1e3, loading=loading)
         item = replace(item, record=replace(item.record, **changes), usage=used, between={"checkpoint": 0.25})
         for worker in ("a", "b"):
             run.generation.stepped(worker, item)
@@ -129,6 +131,7 @@ def test_bad_steps_are_counted_once_and_known_after_a_restart(run: Recorded) -> 
     line = run.folder.read_metrics()[-1]
     assert line["waited_seconds"] == {"all_gather": 0.05, "step_end": 0.1} and line["memory_kinds"] == {"parameters": 100}
     assert line["waited_of_seconds"] == line["step_seconds"] == 0.5
+    assert line["data"] == {**loading, "read_bytes": 10}
 
 
 def test_shard_move_counts_per_rank_and_checkpoint_read_as_load(run: Recorded) -> None:
