@@ -266,7 +266,7 @@ def test_chat_and_text_mix(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
-    "no tokenizer": ([{"messages": TALK}], {"tokenizer": None}, "data.format = chat: there is no tokenizer; set model.hf"),
+    "no tokenizer": ([{"messages": TALK}], {"tokenizer": None}, "data.format = chat: there is no tokenizer; set data.tokenizer"),
     "no template": (
         [{"messages": TALK}],
         {"template": None},
@@ -277,7 +277,7 @@ REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
         {},
         "rows.jsonl: line 2: has neither messages nor prompt and completion; it has text",
     ),
-    "mixed fields": ([{"prompt": "a", "completion": TALK}], {}, "line 1: prompt and completion are neither two texts nor two lists"),
+    "mixed fields": ([{"prompt": "a", "completion": TALK}], {}, "line 1: prompt is a str and completion a list; give two texts, or two"),
     "no role": ([{"messages": [{"from": "gpt", "value": "a"}]}], {}, "line 1: message 0 has no role; it has from, value"),
     "a mapping": (
         [{"messages": {"user": "a"}}],
@@ -293,7 +293,7 @@ REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "content of numbers": (
         [{"messages": [*TALK, {"role": "user", "content": 7}]}],
         {},
-        "line 1: message 5: its content is neither a text nor",
+        "line 1: message 5: its content is 7; give a text, or a list of parts",
     ),
     "a date of its own": (
         [{"messages": TALK}],

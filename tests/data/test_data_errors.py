@@ -244,7 +244,8 @@ def test_keys_that_do_not_fit_the_data_are_refused(tmp_path: Path, parquet: Path
     assert f"data.vocab = 5: data.tokenizer has ids up to {size - 1}" in refused(parquet, tokenizer=tokenizer, vocab=5)
     text = write_parquet(tmp_path / "b.parquet", pa.array(["text"]))
     said = refused(text, vocab=255)
-    assert "data.vocab = 255: text without data.tokenizer is bytes" in said and "Lists of token ids belong in Parquet, .npy or .bin" in said
+    assert f"data.vocab = 255: text of {text} without data.tokenizer is bytes" in said
+    assert "Lists of token ids belong in Parquet, .npy or .bin" in said
     assert "data.vocab = 255: text without data.tokenizer is bytes" in refused("stdlib", vocab=255)
     assert "needs the token that ends a document" in refused(text, tokenizer=tokenizer)
     assert "has no such token; its special tokens are <|end|>" in refused(text, tokenizer=tokenizer, end_token="</s>")

@@ -27,6 +27,8 @@ def describe(error: ErrorDetails, beside: Sequence[str] = ()) -> str:
         ours = our_key(key)
         near = [ours] if ours is not None and ours.startswith(f"{section}.") else near
         return f"unknown key {key}: " + (f"did you mean {near[0]}?" if near else f"{section} has {', '.join(beside)}")
+    if error["type"] == "missing":  # an entry of a list, whose input is the list
+        key = key.rpartition(".")[0]
     names = f", with {', '.join(beside)}" if error["type"] == "model_type" and beside else ""
     return f"{key} = {shown(error['input'])}: {_remedy(error, inner)}{names}"
 
@@ -86,5 +88,5 @@ def number(value: Any) -> str:
 
 def shown(value: Any) -> str:
     text = " ".join(str(value).split()) if isinstance(value, str | date) else repr(value)
-    text = {"True": "true", "False": "false", "None": "null"}.get(text, text)
+    text = {"True": "true", "False": "false", "None": "null", "": "''"}.get(text, text)
     return text if len(text) <= 60 else text[:57] + "..."

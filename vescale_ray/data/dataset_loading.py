@@ -187,9 +187,9 @@ def _is_plain_text(keys: DataSection) -> bool:
     if is_glob(spec) and not Path(spec).expanduser().exists():
         return False
     files = [(path.name, str(path)) for path in text_files(spec)[1]]
+    _refuse_compressed(spec, files)
     if keys.format == "auto" and files and _format_of(spec, files) != "text":
         return False
-    _refuse_compressed(spec, files)
     if keys.format == "auto":
         _refuse_binary(spec, ((path, _head_of(path)) for _, path in files))
     return True
@@ -197,8 +197,9 @@ def _is_plain_text(keys: DataSection) -> bool:
 
 def kind_of(keys: DataSection, name: str, found: Sequence[DataFile]) -> str:
     """Return the format of files. Raises BadInput if the files have several formats, or one file is compressed."""
-    kind = keys.format if keys.format != "auto" else _format_of(name, [(file.name, file.url) for file in found])
-    _refuse_compressed(name, [(file.name, file.url) for file in found])
+    files = [(file.name, file.url) for file in found]
+    _refuse_compressed(name, files)
+    kind = keys.format if keys.format != "auto" else _format_of(name, files)
     if kind == "text" and keys.format == "auto" and keys.corpus != "stdlib":
         _refuse_binary(name, ((file.url, file.read(0, min(_HEAD, file.size))) for file in found))
     return kind
@@ -300,10 +301,10 @@ class Encoders:
         self._check_end()
         return IdEncoder(self.vocab, self.end)
 
-    def text(self) -> Encoder:
-        """Return the encoder of text."""
+    def text(self, what: str = "text") -> Encoder:
+        """Return the encoder of text. ``what``: the text, for the message."""
         if self._tokenizer is None:
-            self.vocab = _vocab_of_bytes(self._keys)
+            self.vocab = _vocab_of_bytes(self._keys, what)
             self._check_end()
             self.end = self.end or 0
             return ByteEncoder(self.vocab, self.end)
@@ -320,7 +321,7 @@ class Encoders:
     def chat(self) -> ChatEncoder:
         """Return the encoder of fine-tuning rows."""
         if self._tokenizer is None or self._keys.tokenizer is None:
-            raise BadInput("data.format = chat: there is no tokenizer; set model.hf, or data.tokenizer to the tokenizer.json of the model")
+            raise BadInput("data.format = chat: there is no tokenizer; set data.tokenizer to the tokenizer.json of the model")
         last = self.text().end
         assert last is not None
         added = self._tokenizer.get_added_tokens_decoder().values()
@@ -338,16 +339,16 @@ class Encoders:
         """Return the encoder of a column's type."""
         types, kind = pa.types, plain_type(kind)
         if types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind):
-            return self.text()
+            return self.text(f"text of {file.url}")
         if (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)) and types.is_integer(kind.value_type):
             return self.ids(f"data.column = {self._keys.column}: {file.url}")
         raise BadInput(f"data.column = {self._keys.column}: {file.url} holds {kind} there; give a column of text or of lists of token ids")
 
 
-def _vocab_of_bytes(keys: DataSection) -> int:
+def _vocab_of_bytes(keys: DataSection, what: str = "text") -> int:
     if keys.vocab is not None and keys.vocab < VOCAB:
         raise BadInput(
-            f"data.vocab = {keys.vocab}: text without data.tokenizer is bytes, with {VOCAB} tokens; set data.tokenizer, or {VOCAB} or "
+            f"data.vocab = {keys.vocab}: {what} without data.tokenizer is bytes, with {VOCAB} tokens; set data.tokenizer, or {VOCAB} or "
             "more. Lists of token ids belong in Parquet, .npy or .bin"
         )
     return keys.vocab or VOCAB

@@ -209,7 +209,7 @@ def find_files(corpus: str | Sequence[str], skipped: Skipped | None = None) -> l
             said = f"the package of this file system is not installed; install it ({reason_of(error)})"
             raise BadInput(f"data.corpus = {spec}: {said}") from None
         except Exception as error:
-            raise BadInput(f"data.corpus = {spec}: can't be listed ({reason_of(error)})") from None
+            raise BadInput(f"data.corpus = {spec}: can't be listed ({reason_of(error)}); check address, credentials and network") from None
     if not found and skipped is not None and skipped.texts:
         raise BadInput(f"data.corpus: no file is left; {skipped.texts[0]}")
     if not found:

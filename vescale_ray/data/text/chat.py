@@ -59,7 +59,8 @@ def normalized(record: Mapping[str, Any]) -> dict[str, Any] | None:
         if prompt is None or completion is None:
             raise ValueError(f"has neither messages nor prompt and completion; it has {', '.join(record) or 'no field'}; {REMEDY}")
         if not (isinstance(prompt, list) and isinstance(completion, list)):
-            raise ValueError("prompt and completion are neither two texts nor two lists of messages")
+            kinds = f"prompt is a {type(prompt).__name__} and completion a {type(completion).__name__}"
+            raise ValueError(f"{kinds}; give two texts, or two lists of messages")
         messages = [{**one, "weight": 0} if isinstance(one, dict) else one for one in prompt] + completion
     messages = _from_json(messages)
     if not isinstance(messages, list):
@@ -100,7 +101,7 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     if isinstance(content, list):  # few templates read parts, and the others leave them out
         content = given["content"] = "".join(_text_of(number, part) for part in content)
     if not isinstance(content, str):
-        raise ValueError(f"message {number}: its content is neither a text nor a list of parts")
+        raise ValueError(f"message {number}: its content is {str(content)[:40]}; give a text, or a list of parts")
     if given.get("weight", 1) not in (0, 1):
         raise ValueError(f"message {number}: its weight is {given['weight']!r}; give 0, or 1 to learn it")
     return given
