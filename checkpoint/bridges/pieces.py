@@ -71,10 +71,11 @@ class PiecedSource:
         where, pieces, shapes, ignored = source.describe(), layout.pieces, layout.shapes, layout.ignored
         names = layout.names_in(source.tensors)
         missing = [name for name, there in names.items() if there not in source.tensors]
-        if missing:
-            raise CheckpointMismatch(f"{where} lacks {len(missing)} of the model's {len(pieces)} tensors: {first_few(missing)}")
         known = {*names.values(), *layout.tied}
         more = [name for name in source.tensors if name not in known and not any(re.search(one, name) for one in ignored)]
+        if missing:
+            others = f", and has {first_few(more)} instead" if more else ""
+            raise CheckpointMismatch(f"{where} lacks {len(missing)} of the model's {len(pieces)} tensors: {first_few(missing)}{others}")
         if more:
             raise CheckpointMismatch(f"{where} has {len(more)} tensors that the model lacks: {first_few(more)}")
         for name, piece in pieces.items():

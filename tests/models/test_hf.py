@@ -134,6 +134,10 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(tmp_path: Path, l
     edit(llama, num_hidden_layers=1)
     assert "has 9 tensors that the model lacks: model.layers.1" in refused(llama, tmp_path)
     edit(llama, num_hidden_layers=2)
+    wrapped = {f"module.{name}": one for name, one in load_file(llama / "model.safetensors").items()}
+    save_file(wrapped, llama / "model.safetensors", {"format": "pt"})
+    said = refused(llama, tmp_path)
+    assert "lacks 21 of the model's 21 tensors: model.embed_tokens.weight, " in said and " and has module.lm_head.weight, " in said
     (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
     assert "pytorch_model.bin is not a safetensors file" in refused(llama, tmp_path)
     (llama / "pytorch_model.bin").rename(llama / "Llama-Q4_K_M.gguf")
