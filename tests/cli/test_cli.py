@@ -94,6 +94,8 @@ def test_version_option_prints_the_package_version(capsys: pytest.CaptureFixture
             ["train", "run.yaml", "--train.lr", "1e-4"],
             "no such option --train.lr: keys are not options; write train.lr=VALUE behind the file",
         ),
+        (["init", "a", "--model", "m"], "No such option '--model'. (see vescale-ray init --help)"),
+        (["init", "a", "--worker", "2"], "No such option '--worker'. Did you mean '--workers'? (see vescale-ray init --help)"),
         (["plan", "run.yaml", "--learning_rate=1"], "no such option --learning_rate: keys are not options; write train.lr=VALUE"),
         (["--nope"], "--nope"),
         (["train"], "Missing argument"),

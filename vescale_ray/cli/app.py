@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         click.echo(error.format_message())
         return BAD_INPUT
     except click.ClickException as error:
-        if isinstance(error, click.NoSuchOption) and (told := option_told(error)):
-            return _fail(told, BAD_INPUT)
+        if isinstance(error, click.NoSuchOption):
+            if told := option_told(error):
+                return _fail(told, BAD_INPUT)
+            error.possibilities = get_close_matches(error.option_name, error.possibilities or (), cutoff=0.75)  # click's: --model, --help
         where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "vescale-ray"
         return _fail(f"{' '.join(error.format_message().split())} (see {where} --help)", BAD_INPUT)
     except (KeyboardInterrupt, click.Abort):
