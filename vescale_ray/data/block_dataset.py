@@ -232,7 +232,7 @@ class BlockDataset:
         return tokens, targets
 
     def _read(self, block: int) -> Tokens:
-        # A copy, since parts of Arrow files may be views of a mapped file, which may become shorter.
+        # A copy, since parts of Arrow streams may be views of a mapped file, which may become shorter.
         return np.concatenate([self._part(file, part) for file, part in self._blocks[block]])
 
     def _part(self, number: int, part: int) -> Tokens:
