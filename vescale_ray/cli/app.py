@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, click.NoSuchOption):
             if told := option_told(error):
                 return _fail(told, BAD_INPUT)
-            error.possibilities = get_close_matches(error.option_name, error.possibilities or (), cutoff=0.75)  # click's: --model, --help
+            alike = get_close_matches(error.option_name, error.possibilities or (), cutoff=0.75)  # click would suggest --help for --model
+            error = click.NoSuchOption(error.option_name, possibilities=alike, ctx=error.ctx)
         where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "vescale-ray"
         return _fail(f"{' '.join(error.format_message().split())} (see {where} --help)", BAD_INPUT)
     except (KeyboardInterrupt, click.Abort):

@@ -29,8 +29,8 @@ def take_errors(dataset: Any) -> list[str]:
     """Return warnings of data that is left out because it is damaged, since the last call. If the driver has found the damage, too, its
     warning is the same."""
     named = zip(getattr(dataset, "names", ("data.corpus",)), getattr(dataset, "sources", (dataset,)), strict=True)
-    found = ((name, one) for name, one in named if isinstance(one, BlockDataset) and one.skipped is not None)
-    return [f"{name}: left out: {text}" for name, one in found for text in one.skipped.take()]
+    found = ((name, one.skipped) for name, one in named if isinstance(one, BlockDataset) and one.skipped is not None)
+    return [f"{name}: left out: {text}" for name, skipped in found for text in skipped.take()]
 
 
 def _sources(dataset: Any) -> Iterator[BlockDataset]:
