@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 from collections.abc import Sequence
@@ -38,9 +39,10 @@ def write(path: Path | None, figures: dict[str, Any], **more: Any) -> None:
         return
     import torch
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip() or None
+    git = shutil.which("git")  # a GPU machine may lack it
+    commit = git and subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    document = {"machine": machine(), "versions": versions, "commit": commit, **more, "figures": figures}
+    document = {"machine": machine(), "versions": versions, "commit": commit or None, **more, "figures": figures}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
 
