@@ -161,7 +161,7 @@ def test_credentials_expiring_mid_upload_fail_only_that_save(server, bucket, whe
 
     with before(server, answer) as url, pytest.raises(ckpt.SaveFailed, match="have expired: renew them"):
         save_in_process(
-            s3_store(url, bucket, retry_s=0.5), B, random_layout(B, 1, seed=2), step=20, block_bytes=1 << 20, chunk_bytes=4 << 20
+            s3_store(url, bucket, retry_s=3.0), B, random_layout(B, 1, seed=2), step=20, block_bytes=1 << 20, chunk_bytes=4 << 20
         )
     assert expired.is_set() and ckpt.latest(direct) == made
     assert_equals(direct, A)

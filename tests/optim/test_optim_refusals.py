@@ -303,7 +303,7 @@ LOADS: dict[str, tuple[Callable[[Any, Any], Any], type[BaseException], tuple[str
         ValueError,
         ("has ['module.0.weight'", "rename its entries, as the model calls them"),
     ),
-    "nothing": (lambda m, o: set_model_state_dict(m, {}, options=FULL), ValueError, ("has []", "set broadcast_from_rank0=True")),
+    "nothing": (lambda m, o: set_model_state_dict(m, {}, options=FULL), ValueError, ("lacks", "set broadcast_from_rank0=True")),
     "one entry too many": (
         lambda m, o: set_model_state_dict(m, {**other(), "x": torch.ones(1)}, options=FULL),
         ValueError,
