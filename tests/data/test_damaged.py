@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,8 @@ def test_damage_is_told_in_the_same_words_before_a_run_and_in_it(tmp_path: Path)
     made = dataset(str(tmp_path / "a.parquet"), damaged="skip", least=1)
     made.batch([0])
     assert take_errors(made) == [told] and told.startswith("data.corpus: left out: ")
+    for attribute in ("names", "sources"):
+        assert take_errors(SimpleNamespace(**{attribute: ["a", "b"]})) == [], "a caller's own Dataset may have such an attribute"
 
 
 def test_damaged_lines_are_left_out(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vescale_ray.data.block_dataset import BlockDataset
+from vescale_ray.data.mixture import Mixture
 
 
 def figures_of(dataset: Any) -> dict[str, int]:
@@ -28,7 +29,7 @@ def figures_of(dataset: Any) -> dict[str, int]:
 def take_errors(dataset: Any) -> list[str]:
     """Return warnings of data that is left out because it is damaged, since the last call. If the driver has found the damage, too, its
     warning is the same."""
-    named = zip(getattr(dataset, "names", ("data.corpus",)), getattr(dataset, "sources", (dataset,)), strict=True)
+    named = zip(dataset.names, dataset.sources, strict=True) if isinstance(dataset, Mixture) else [("data.corpus", dataset)]
     found = ((name, one.skipped) for name, one in named if isinstance(one, BlockDataset) and one.skipped is not None)
     return [f"{name}: left out: {text}" for name, skipped in found for text in skipped.take()]
 
