@@ -168,7 +168,8 @@ class RaggedAwareDTensor(DTensor):
 
         Args:
             grad_placements: placements of the result's gradient. None: the tensor's own (as in DTensor.to_local), but for a whole parameter
-                of ``fully_shard`` the mean of the ranks' gradients, since each rank may compute on its own data.
+                of ``fully_shard``, and for every whole tensor in a compiled function, the mean of the ranks' gradients, since each rank
+                may compute on its own data.
         """
         self._local_tensor = arrived(self._local_tensor)
         if not torch.is_grad_enabled():
