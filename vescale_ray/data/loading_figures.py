@@ -15,7 +15,7 @@ def figures_of(dataset: Any) -> dict[str, int]:
     ``waiting_tokens``: tokens in memory, with those of the current window. ``read_bytes``: bytes of all tokens ever read.
     ``skipped_files`` and ``skipped_records``: what :class:`vescale_ray.data.sources.files.Skipped` counts.
     """
-    blocks = list(_sources(dataset))
+    blocks = [one for _, one in _sources(dataset)]
     if not blocks:
         return {}
     return {
@@ -29,10 +29,11 @@ def figures_of(dataset: Any) -> dict[str, int]:
 def take_errors(dataset: Any) -> list[str]:
     """Return warnings of data that is left out because it is damaged, since the last call. If the driver has found the damage, too, its
     warning is the same."""
-    named = zip(dataset.names, dataset.sources, strict=True) if isinstance(dataset, Mixture) else [("data.corpus", dataset)]
-    found = ((name, one.skipped) for name, one in named if isinstance(one, BlockDataset) and one.skipped is not None)
+    found = ((name, one.skipped) for name, one in _sources(dataset) if one.skipped is not None)
     return [f"{name}: left out: {text}" for name, skipped in found for text in skipped.take()]
 
 
-def _sources(dataset: Any) -> Iterator[BlockDataset]:
-    return (one for one in getattr(dataset, "sources", (dataset,)) if isinstance(one, BlockDataset))
+def _sources(dataset: Any) -> Iterator[tuple[str, BlockDataset]]:
+    """Return the sources that are read in blocks, with the keys that name them."""
+    named = zip(dataset.names, dataset.sources, strict=True) if isinstance(dataset, Mixture) else [("data.corpus", dataset)]
+    return ((name, one) for name, one in named if isinstance(one, BlockDataset))

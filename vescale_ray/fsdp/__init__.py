@@ -54,9 +54,9 @@ One rank: nothing is gathered or scattered. Unsharded parameters are views of th
 gradients are written into the gradient shard directly. Padding of gradients is zeroed when a buffer is laid out and never written again.
 
 Copies per step: for each all-gather the cast (S) into this rank's part of the gathered buffer (with ``keep_cast`` one cast per optimizer
-step, which the all-gathers send), and each gradient once, from autograd's
-result into the buffer. Weights of large ``nn.Linear``s need no copy if they arrive in the compute dtype: their matrix product writes into
-the buffer (``linear``). Without a cast, this rank's part (S) is copied on gloo, unless the master shard lives there.
+step, which the all-gathers send), and each gradient once, from autograd's result into the buffer. Weights of large ``nn.Linear``s need no
+copy if they arrive in the compute dtype: their matrix product writes into the buffer (``linear``). Without a cast, this rank's part (S) is
+copied on gloo, unless the master shard lives there.
 
 The master shard lives in the gathered buffer on gloo if it is not cast, has no gaps, and ``ParameterGroup._can_live_in_buffer`` finds no
 other obstacle. This needs buffers of at least 256 KiB. The memory of this rank's part then stays, and only that of the others is freed.

@@ -21,6 +21,7 @@ import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
 from vescale_ray.data.sources.corpus import leads_up, lost_link, text_files
+from vescale_ray.data.text.encoders import half_character
 from vescale_ray.errors import BadInput
 
 _EDGE = 1 << 16
@@ -306,7 +307,7 @@ def whole_text(text: str | None, where: str) -> str | None:
     try:
         (text or "").encode()
     except UnicodeEncodeError as error:
-        raise DamagedData(f"{where}: {error.object[error.start]!a} alone is not a character; remove it") from None
+        raise DamagedData(f"{where}: {half_character(error)}") from None
     return text
 
 

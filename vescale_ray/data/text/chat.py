@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from vescale_ray.data.order.stream import Ids
-from vescale_ray.data.text.encoders import BadDocument, Encoder, Tokens
+from vescale_ray.data.text.encoders import BadDocument, Encoder, Tokens, half_character
 from vescale_ray.errors import BadInput
 
 REMEDY = "rename its fields to prompt and completion, or give messages with role and content"
@@ -293,8 +293,7 @@ class ChatEncoder(Encoder):
             try:
                 made.append(self._encoded(json.loads(text)) if text is not None else made[0])
             except UnicodeEncodeError as error:  # it was an escape in JSON inside the row
-                said = f"{error.object[error.start]!a} alone is not a character; remove it"
-                raise BadDocument(number, said, is_damage=True) from None
+                raise BadDocument(number, half_character(error), is_damage=True) from None
             except ValueError as error:
                 raise BadDocument(number, str(error)) from None
         return np.concatenate(made), np.array([len(one) for one in made[1:]], dtype=np.int64)
@@ -337,7 +336,7 @@ class ChatEncoder(Encoder):
         return ids[: len(ids) - behind]
 
     def _tokenized(self, text: str, special: bool) -> Any:
-        text.encode()
+        text.encode()  # the package's own error of half a character is another
         try:
             return self._tokenizer.encode(text, add_special_tokens=special)
         except Exception as error:  # the package raises no narrower class

@@ -34,6 +34,11 @@ class BadDocument(Exception):
         self.row, self.reason, self.is_damage = row, reason, is_damage
 
 
+def half_character(error: UnicodeEncodeError) -> str:
+    """Return the reason why a text that holds half of a surrogate pair can't be used."""
+    return f"{error.object[error.start]!a} alone is not a character; remove it"
+
+
 class Encoder(ABC):
     """Encodes documents as token ids.
 

@@ -57,8 +57,9 @@ class MasterShard:
         if changed:
             lane.after_current()
         renews = isinstance(self.wire, CodeWire) and (changed or self.wire.cuts_tiles)
+        copies = changed or not self.wire.keeps_cast
         # Largest magnitudes, a new kept cast, and a shard that torch casts on its way from the host need memory.
-        borrows = renews or part.device != self.flat.device or (changed and self.wire.keeps_cast)
+        borrows = renews or (copies and part.device != self.flat.device) or (self.wire.keeps_cast and self._cast is None)
         with torch.no_grad(), lane.context(), pool.freed.borrowed(lane.stream) if pool is not None and borrows else nullcontext():
             if isinstance(self.wire, CodeWire):
                 if renews:  # a write to one rank's shard must not make that rank alone wait for the others
